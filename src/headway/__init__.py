@@ -1,0 +1,3 @@
+"""Headway: the control loop between generation and training in asynchronous RL post-training."""
+
+__version__ = "0.1.0"

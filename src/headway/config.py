@@ -1,0 +1,293 @@
+"""The configuration: one frozen pydantic model per section, the important fields first.
+
+Names are the field's own (AReaL's block `rollout:` / `actor:` loads as it is). Reading a file,
+applying `--dotted.override` values and turning what is wrong into a message with file, key, reason
+and "did you mean" lives in `config_file.py`; this module only says what a configuration may be.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+
+from headway.core.advantages import Baseline
+from headway.core.filters import FilterName
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+BUILTIN_MODEL = "builtin:arithmetic"
+"""The small character-level model that is built and warm-started at first use."""
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, no silent coercion of strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class UpdateMode(StrEnum):
+    """What happens to running requests when the weights change (docs/glossary.md)."""
+
+    KEEP = "keep"
+    INTERRUPT = "interrupt"
+    FINISH = "finish"
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    dir: str = "runs/run"
+    """Run directory; it must not hold a run yet."""
+    steps: Count = 100
+    """Step target: batches to train."""
+    seed: int = Field(default=0, ge=0)
+    max_empty_batches: Count = 3
+    """Consecutive batches' worth of samples with nothing trainable that end the run."""
+    shutdown_seconds: Seconds = 20.0
+    """Window for clean-up; then the process ends whatever is left."""
+    start_seconds: Seconds = 300.0
+    """Deadline for engines and trainer to become ready."""
+    stall_seconds: Seconds = 600.0
+    """No sample finished, no batch shipped and no version published for this long ends the run."""
+    metrics_interval_seconds: Seconds = 1.0
+
+
+class RolloutConfig(Section):
+    """Generation and its bounds."""
+
+    max_head_offpolicyness: int = Field(default=2, ge=0)
+    """`S`, in versions. 0 is the synchronous loop."""
+    consumer_batch_size: Count = 16
+    """`B`, in samples (groups) per batch."""
+    max_concurrent_rollouts: Count | None = None
+    """Samples in flight; `consumer_batch_size` when unset."""
+    queue_size: Count = 1024
+    """Size of the dispatcher's input and output queue, in samples."""
+    group_size: Count = 1
+    """Rollouts per sample: they share a prompt and an advantage baseline."""
+    max_new_tokens: Count = 64
+    """Tokens per model turn."""
+    temperature: float = Field(default=1.0, gt=0)
+    deadline_seconds: Seconds = 300.0
+    """For one rollout, all its turns and its environment included."""
+    max_infrastructure_retries: int = Field(default=3, ge=0)
+    """Per rollout, when an engine fails; then the sample fails."""
+    max_environment_retries: int = Field(default=1, ge=0)
+    """Per rollout, when its environment or reward raises; then the sample fails."""
+    max_failed_samples: Count = 64
+    """Consecutive failed samples, with no success between them, that end the run."""
+    max_batches_ahead: int = Field(default=1, ge=0)
+    """Ship gate: batch `k` is handed over once the version is at least `k - max_batches_ahead`."""
+    filters: tuple[FilterName, ...] = (FilterName.ZERO_ADVANTAGE,)
+    """Groups that these name are rejected, and replaced by new samples."""
+
+    @property
+    def max_concurrent(self) -> int:
+        """The concurrency limit in force, in samples."""
+        return self.max_concurrent_rollouts or self.consumer_batch_size
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.queue_size < self.consumer_batch_size:
+            raise ValueError(
+                f"queue_size ({self.queue_size}) is smaller than consumer_batch_size "
+                f"({self.consumer_batch_size}): a batch could never pass the queue; raise queue_size"
+            )
+        if FilterName.ZERO_ADVANTAGE in self.filters and self.group_size == 1:
+            object.__setattr__(
+                self,
+                "filters",
+                tuple(f for f in self.filters if f is not FilterName.ZERO_ADVANTAGE),
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up."""
+
+    lr: float = Field(default=3e-4, gt=0)
+    warmup_steps: int = Field(default=5, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    gradient_clipping: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient over all parameters."""
+
+
+class ActorConfig(Section):
+    """The objective and the reference trainer."""
+
+    use_decoupled_loss: bool = True
+    """Clip against recomputed proximal log-probabilities and weight by the capped behaviour ratio;
+    off: plain clipped PPO against the behaviour log-probabilities."""
+    recompute_logprobs: bool = Field(
+        default=True, validation_alias=AliasChoices("recompute_logprobs", "recompute_logprob")
+    )
+    """Recompute the batch's log-probabilities under the policy that starts the update."""
+    advantage: Baseline = Baseline.GRPO
+    eps_clip: float = Field(default=0.2, gt=0, lt=1)
+    behav_imp_weight_cap: float = Field(default=5.0, gt=0)
+    """Largest behaviour weight, proximal over behaviour probability of a token."""
+    ppo_n_minibatches: Count = 1
+    micro_batch_tokens: Count = 16384
+    """Padded or packed tokens per forward pass."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    device: str = "auto"
+    num_threads: Count = 1
+    """CPU threads of the trainer process."""
+    checkpoint_every: int = Field(default=50, ge=0)
+    """Steps between optimizer checkpoints; 0: only at the end."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.use_decoupled_loss and not self.recompute_logprobs:
+            raise ValueError(
+                "use_decoupled_loss needs recompute_logprobs: true (the proximal policy is the one "
+                "that starts the update); turn both on, or both off for plain clipped PPO"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = BUILTIN_MODEL
+    """A Hugging Face folder with weights and tokenizer, or `builtin:arithmetic`."""
+    cache_dir: str = ".cache/headway"
+    """Where the built-in model is kept once built."""
+    warm_start_steps: int = Field(default=-1, ge=-1)
+    """Supervised steps of the built-in model; -1: its own default."""
+
+
+class EnvironmentConfig(Section):
+    """One environment of the mix."""
+
+    id: str = "arithmetic"
+    """A built-in environment, or `package.module:factory`."""
+    name: str | None = None
+    """Stamped on rollouts; `id` when unset."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the prompts, relative to the others'."""
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name in force."""
+        return self.name or self.id
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out tasks, alongside training."""
+
+    every: int = Field(default=20, ge=0)
+    """Versions between evaluations; 0 turns them off. The first and the last version count too."""
+    num_tasks: Count = 64
+    """Held-out tasks per environment, the same at every evaluation."""
+    max_concurrent: Count = 16
+    """Eval rollouts in flight, beside the training ones."""
+    temperature: float = Field(default=1.0, ge=0)
+
+
+class EngineConfig(Section):
+    """The inference engines."""
+
+    kind: str = Field(default="local", pattern="^(local)$")
+    count: Count = 1
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the first engine, the next ones follow; 0: free ports."""
+    update_mode: UpdateMode = UpdateMode.KEEP
+    device: str = "auto"
+    dtype: str = Field(default="float32", pattern="^(float32|bfloat16|float16)$")
+    num_threads: Count = 1
+    """CPU threads of each engine process."""
+    num_blocks: Count = 512
+    """Key/value cache blocks of `page_size` tokens."""
+    page_size: Count = 16
+    max_batch_tokens: Count = 1024
+    """Tokens per forward pass."""
+    max_model_len: Count = 1024
+    """Longest prompt plus completion."""
+    update_seconds: Seconds = 60.0
+    """Deadline for one engine to load one version."""
+
+
+class WeightsConfig(Section):
+    """Publication of new versions."""
+
+    keep_last: int = Field(default=4, ge=3)
+    """Versions kept on disk."""
+    poll_seconds: Seconds = 0.02
+
+
+class LatencyConfig(Section):
+    """A distribution of seconds (or ticks). `mean` and `sigma` of the lognormal are of the log."""
+
+    kind: str = Field(default="lognormal", pattern="^(constant|uniform|lognormal)$")
+    value: float = Field(default=1.0, ge=0)
+    """constant"""
+    low: float = Field(default=1.0, ge=0)
+    high: float = Field(default=2.0, ge=0)
+    """uniform: `low <= x < high`"""
+    median: float = Field(default=20.0, gt=0)
+    sigma: float = Field(default=1.0, ge=0)
+    """lognormal: median, and standard deviation of the logarithm"""
+
+
+class SimulateConfig(Section):
+    """The stated workload of `headway simulate`; seconds are virtual."""
+
+    rollout_seconds: LatencyConfig = LatencyConfig()
+    tokens_per_second: float = Field(default=50.0, gt=0)
+    """Per rollout: its length is its latency times this."""
+    prompt_tokens: Count = 16
+    reward_probability: float = Field(default=0.5, ge=0, le=1)
+    train_seconds: float = Field(default=10.0, ge=0)
+    weight_sync_seconds: float = Field(default=0.2, ge=0)
+
+
+class Config(Section):
+    """Everything that a run needs."""
+
+    run: RunConfig = RunConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    actor: ActorConfig = ActorConfig()
+    model: ModelConfig = ModelConfig()
+    envs: tuple[EnvironmentConfig, ...] = Field(default=(EnvironmentConfig(),), min_length=1)
+    eval: EvalConfig = EvalConfig()
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    simulate: SimulateConfig = SimulateConfig()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        labels = [env.label for env in self.envs]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"envs: the name {twice[0]!r} is used twice; give each its own `name`")
+        return self
+
+    @property
+    def warnings(self) -> list[str]:
+        """Settings that have no effect, or not the one that their name promises."""
+        found = []
+        rollout = self.rollout
+        useful = (rollout.max_head_offpolicyness + 1) * rollout.consumer_batch_size
+        if rollout.max_concurrent > useful:
+            found.append(
+                f"rollout.max_concurrent_rollouts ({rollout.max_concurrent}) is above "
+                f"(S + 1) * B = {useful}: the staleness gate binds first, the rest has no effect"
+            )
+        if rollout.max_head_offpolicyness > 0 and rollout.max_concurrent_rollouts is None:
+            found.append(
+                "rollout.max_concurrent_rollouts is unset, so one batch "
+                f"({rollout.consumer_batch_size} samples) is in flight at most: set it up to "
+                f"{useful} to use max_head_offpolicyness = {rollout.max_head_offpolicyness}"
+            )
+        if not self.actor.use_decoupled_loss and rollout.max_head_offpolicyness > 1:
+            found.append(
+                "actor.use_decoupled_loss is off with max_head_offpolicyness > 1: nothing corrects "
+                "for the policy that sampled the data"
+            )
+        return found

@@ -1,0 +1,84 @@
+"""Every error that Headway raises on purpose, named for the boundary that was crossed.
+
+A message says what was wrong, where, and what to do. `exit_code` is what the process ends with, so
+that a launcher never takes a failed run for a finished one.
+"""
+
+from enum import StrEnum
+
+
+class FailureClass(StrEnum):
+    """Who is to blame for a rollout that did not finish (docs/glossary.md)."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """An engine or sandbox died: the prompt is retried and never trained as a zero."""
+    ENVIRONMENT = "environment"
+    """The task or its reward broke: bounded retry, then the sample fails and is counted."""
+
+
+class HeadwayError(Exception):
+    """Base of all errors that Headway raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(HeadwayError):
+    """The configuration cannot work; nothing was started."""
+
+    exit_code = 2
+
+
+class RunDirError(HeadwayError):
+    """The run directory exists already, cannot be written, or lacks something."""
+
+    exit_code = 2
+
+
+class EngineError(HeadwayError):
+    """An inference engine refused, broke off, or answered with something unusable."""
+
+
+class TransportError(EngineError):
+    """The connection to an engine failed before a whole answer was read."""
+
+
+class EnvironmentFailure(HeadwayError):
+    """An environment or its reward function raised; `stage` is `"environment"` or `"reward"`."""
+
+    def __init__(self, message: str, *, stage: str = "environment") -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class TrainerError(HeadwayError):
+    """The trainer died, or published something unusable."""
+
+
+class WeightsError(HeadwayError):
+    """A published checkpoint is incomplete or does not match its manifest."""
+
+
+class StoreError(HeadwayError):
+    """Writing or reading the run directory failed."""
+
+
+class EmptyBatchesError(HeadwayError):
+    """Too many batches in a row held nothing to train on."""
+
+
+class TaskSourceExhausted(HeadwayError):
+    """The task source ended before the step target could be reached."""
+
+
+class StallError(HeadwayError):
+    """A wait outlived its deadline; the message names what everything waits for."""
+
+
+class PartEndedError(HeadwayError):
+    """A part of the loop ended although the run had not."""
+
+
+class InvariantError(HeadwayError):
+    """Headway itself is wrong: an invariant broke. The message holds every operand."""
+
+    exit_code = 3

@@ -1,0 +1,195 @@
+"""Every seam of Headway as a Protocol: implement one of these to plug your own part in.
+
+Production, tests, simulation, planner and replay differ only in what stands behind these seams.
+Every method says who calls it and from which task, whether it may be cancelled, and what it raises.
+All times are the event loop's own (`loop.time()`), so that every part also runs in virtual time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.core.rollout import Batch, Completion, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One engine call: token ids in, token ids out.
+
+    `request_id` is unique within the run and of fixed form, since some engines abort by prefix.
+    `max_tokens` counts sampled tokens. `temperature` 0 is greedy.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedWeights:
+    """A complete set of weights that a trainer published.
+
+    `path` is a Hugging Face safetensors folder (None in simulation). `stats` is what the trainer
+    reports of the update that produced it: `train_seconds`, `idle_seconds` (waiting for the batch),
+    `publish_seconds`, `loss`, `grad_norm`, ... .
+    """
+
+    version: int
+    path: Path | None
+    stats: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    """What an engine says of itself."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    tokens_per_second: float = 0.0
+
+
+class Engine(Protocol):
+    """An inference engine."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the pool; used in messages and metrics."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion.
+
+        Called by rollout tasks, many at once; cancelled when a rollout's deadline passes or the
+        run stops, and the engine must then free the request. Raises EngineError.
+        """
+        ...
+
+    async def update_weights(self, weights: PublishedWeights) -> None:
+        """Serve these weights from now on: every token sampled after this returns bears their
+        version, tokens sampled before it bear the version that sampled them.
+
+        Called by the weight watcher, one call at a time, under its deadline. Raises EngineError.
+        """
+        ...
+
+    async def statistics(self) -> EngineStatistics:
+        """Called by the metrics loop; may be cancelled. Raises EngineError."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release connections; called once at shutdown under its deadline. Raises nothing."""
+        ...
+
+
+class Transcript(Protocol):
+    """The growing trajectory of one rollout, as its environment sees it.
+
+    The environment appends what it says with `observe` and asks the policy with `act`. Token ids,
+    log-probabilities, loss mask and version runs are recorded on the way; nothing is re-tokenized.
+    """
+
+    @property
+    def task(self) -> Task:
+        """The prompt to run."""
+        ...
+
+    def observe(self, token_ids: list[int]) -> None:
+        """Append tokens that the policy did not sample (prompt, tool result, user turn)."""
+        ...
+
+    async def act(self, *, max_tokens: int | None = None) -> Completion:
+        """Let the policy continue everything so far by one turn, and append what it sampled.
+
+        `max_tokens` caps this turn below the configured `rollout.max_new_tokens`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What an environment says of one finished rollout; `metrics` are averaged per batch."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """A kind of task: it builds prompts, plays the world's part, and gives the reward."""
+
+    @property
+    def name(self) -> str:
+        """Stamped on every rollout."""
+        ...
+
+    async def run(self, transcript: Transcript) -> None:
+        """Play one whole episode. Called in a task per rollout; cancelled at its deadline.
+
+        Whatever it raises, except an EngineError that came from `act`, fails the rollout as the
+        environment's fault.
+        """
+        ...
+
+    def score(self, task: Task, completions: list[Completion]) -> Score:
+        """Reward for the finished episode; called once after `run`, in the rollout's task, and
+        must not block. Whatever it raises fails the rollout at stage `reward`."""
+        ...
+
+
+class TaskSource(Protocol):
+    """A sequence of tasks with a position that can be saved and restored."""
+
+    async def next_task(self) -> Task | None:
+        """The task at the current position, then move on; None when there are no more.
+
+        Called by the dispatcher's feed loop only, one call at a time; may be cancelled.
+        """
+        ...
+
+    def restore(self, position: int) -> None:
+        """Make `position` the next one. Called before a run starts."""
+        ...
+
+
+class TrainerLink(Protocol):
+    """The orchestrator's end of the hand-off to the trainer."""
+
+    async def ship(self, batch: Batch) -> None:
+        """Hand over a persisted batch; called by the ship loop in step order. Raises TrainerError
+        or StoreError. Must not wait for the trainer."""
+        ...
+
+    async def finish(self, num_steps: int) -> None:
+        """There are no batches from `num_steps` on: the trainer saves and ends. Called once."""
+        ...
+
+
+class WeightChannel(Protocol):
+    """Where the trainer's published weights appear."""
+
+    async def wait_newer(self, version: int) -> PublishedWeights:
+        """Return the newest complete weights above `version`, waiting until there are some.
+
+        Called by the weight watcher only; may be cancelled. Anything else that lies where the
+        weights appear (temporary files, strays, incomplete folders) is passed over.
+        """
+        ...
+
+
+class RunStore(Protocol):
+    """The run on disk."""
+
+    async def write_batch(self, batch: Batch) -> None:
+        """Persist before it is shipped: when this returns, the batch is safe. Called by the ship
+        loop in step order; not cancelled half-way. Raises StoreError."""
+        ...
+
+
+class MetricsSink(Protocol):
+    """Takes metric rows; `docs/metrics.md` names every kind of row and its keys."""
+
+    def emit(self, row: Mapping[str, Any]) -> None:
+        """Called from the event loop; must not block and must not raise."""
+        ...
