@@ -92,7 +92,7 @@ class RolloutConfig(Section):
         if self.queue_size < self.consumer_batch_size:
             raise ValueError(
                 f"queue_size ({self.queue_size}) is smaller than consumer_batch_size "
-                f"({self.consumer_batch_size}): a batch could never pass the queue; raise queue_size"
+                f"({self.consumer_batch_size}): no batch could pass; raise queue_size"
             )
         if FilterName.ZERO_ADVANTAGE in self.filters and self.group_size == 1:
             object.__setattr__(

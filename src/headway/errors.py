@@ -20,6 +20,8 @@ class HeadwayError(Exception):
     """Base of all errors that Headway raises on purpose."""
 
     exit_code = 1
+    exit_reason = "error"
+    """What `summary.json` says when this ended the run."""
 
 
 class ConfigError(HeadwayError):
@@ -37,6 +39,9 @@ class RunDirError(HeadwayError):
 class EngineError(HeadwayError):
     """An inference engine refused, broke off, or answered with something unusable."""
 
+    exit_reason = "engine_failed"
+    failure_class = FailureClass.INFRASTRUCTURE
+
 
 class TransportError(EngineError):
     """The connection to an engine failed before a whole answer was read."""
@@ -44,6 +49,9 @@ class TransportError(EngineError):
 
 class EnvironmentFailure(HeadwayError):
     """An environment or its reward function raised; `stage` is `"environment"` or `"reward"`."""
+
+    exit_reason = "environment_failed"
+    failure_class = FailureClass.ENVIRONMENT
 
     def __init__(self, message: str, *, stage: str = "environment") -> None:
         super().__init__(message)
@@ -53,32 +61,47 @@ class EnvironmentFailure(HeadwayError):
 class TrainerError(HeadwayError):
     """The trainer died, or published something unusable."""
 
+    exit_reason = "trainer_failed"
+
 
 class WeightsError(HeadwayError):
     """A published checkpoint is incomplete or does not match its manifest."""
+
+    exit_reason = "trainer_failed"
 
 
 class StoreError(HeadwayError):
     """Writing or reading the run directory failed."""
 
+    exit_reason = "store_failed"
+
 
 class EmptyBatchesError(HeadwayError):
     """Too many batches in a row held nothing to train on."""
+
+    exit_reason = "empty_batches"
 
 
 class TaskSourceExhausted(HeadwayError):
     """The task source ended before the step target could be reached."""
 
+    exit_reason = "tasks_exhausted"
+
 
 class StallError(HeadwayError):
     """A wait outlived its deadline; the message names what everything waits for."""
+
+    exit_reason = "stalled"
 
 
 class PartEndedError(HeadwayError):
     """A part of the loop ended although the run had not."""
 
+    exit_reason = "part_ended"
+
 
 class InvariantError(HeadwayError):
     """Headway itself is wrong: an invariant broke. The message holds every operand."""
 
+    exit_reason = "invariant_broken"
     exit_code = 3

@@ -5,12 +5,12 @@ Every method says who calls it and from which task, whether it may be cancelled,
 All times are the event loop's own (`loop.time()`), so that every part also runs in virtual time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.core.rollout import Batch, Completion, Task
+from headway.core.rollout import Batch, Completion, Task, TrainableGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def statistics(self) -> EngineStatistics:
-        """Called by the metrics loop; may be cancelled. Raises EngineError."""
+    async def statistics(self) -> Mapping[str, EngineStatistics]:
+        """By engine name (a pool gives one each). Called by the metrics loop; may be cancelled.
+        Raises EngineError."""
         ...
 
     async def aclose(self) -> None:
@@ -183,7 +184,11 @@ class RunStore(Protocol):
 
     async def write_batch(self, batch: Batch) -> None:
         """Persist before it is shipped: when this returns, the batch is safe. Called by the ship
-        loop in step order; not cancelled half-way. Raises StoreError."""
+        loop in step order; when cancelled, the write still completes. Raises StoreError."""
+        ...
+
+    async def write_leftovers(self, groups: Sequence[TrainableGroup]) -> None:
+        """Save accepted groups that no batch took. Called once, at the end. Raises StoreError."""
         ...
 
 

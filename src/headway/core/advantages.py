@@ -55,4 +55,4 @@ def group_advantages(
             assert_never(baseline)
     if baseline is not Baseline.MEAN and rewards.min() == rewards.max():
         advantages = np.zeros_like(rewards)
-    return advantages.astype(np.float32)
+    return np.asarray(advantages, np.float32)

@@ -17,7 +17,7 @@ Step = NewType("Step", int)
 
 @dataclass(frozen=True, slots=True)
 class VersionRuns:
-    """Run-length encoding `((version, count), ...)` of the version of every sampled token, in order.
+    """Run-length encoding `((version, count), ...)` of every sampled token's version, in order.
 
     Only tokens in the loss mask are covered: prompts and environment replies have no version.
     Equal neighbours are merged, so two encodings of the same tokens compare equal. Versions may

@@ -1,0 +1,271 @@
+"""The dispatcher: keeps as much work in flight as the gate allows.
+
+| loop       | consumes       | produces     | waits for              | unblocked by            |
+|------------|----------------|--------------|------------------------|-------------------------|
+| feed       | task source    | input queue  | room in the input queue| submission              |
+| submission | input and eval | sample tasks | a prompt and capacity  | feed, finished samples, |
+|            | queue          |              |                        | version bump, rejection |
+| (samples)  |                | output queue | room in the output     | whoever fetches         |
+
+It charges a sample to the ledger when it starts and frees its concurrency slot when it is in the
+output queue: a slow consumer therefore holds slots, which is the back-pressure. It knows no sink.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from headway.core.gate import CapacityGate
+from headway.core.ledger import Ledger, SampleState
+from headway.core.rollout import Group, GroupId, Task
+from headway.errors import (
+    EngineError,
+    EnvironmentFailure,
+    InvariantError,
+    TaskSourceExhausted,
+)
+from headway.loop.policy import PolicyHandle
+from headway.loop.rollout_runner import SampleRequest
+from headway.loop.signal import Signal, WaitBoard
+from headway.ports import TaskSource
+
+BURST = 256
+"""Samples started before other tasks get a turn: a large opening must not freeze the loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSample:
+    """A sample that ended: with a group, or with the error that used up its retries."""
+
+    request: SampleRequest
+    group: Group | None
+    error: EngineError | EnvironmentFailure | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatcherStatistics:
+    """Counts of samples at one instant."""
+
+    num_running: int
+    num_eval_running: int
+    in_queue: int
+    out_queue: int
+    capacity: int
+    admissions: int
+    is_paused: bool
+
+
+class Dispatcher:
+    """Separate input and output queues, a feed loop and a submission loop, `pause`/`resume`.
+
+    Args:
+        run_sample: plays one sample; raises EngineError or EnvironmentFailure when it fails for
+            good. Any other exception is a fault of Headway and ends the run.
+        queue_size: of the input and of the output queue, samples.
+        eval_concurrent: eval samples in flight, beside the training ones. They are not charged to
+            the gate.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_sample: Callable[[SampleRequest], Awaitable[Group]],
+        source: TaskSource,
+        gate: CapacityGate,
+        ledger: Ledger,
+        policy: PolicyHandle,
+        waits: WaitBoard,
+        queue_size: int,
+        group_size: int,
+        temperature: float,
+        eval_concurrent: int,
+        first_group_id: int = 0,
+    ) -> None:
+        self._run_sample = run_sample
+        self._source = source
+        self._gate = gate
+        self._ledger = ledger
+        self._policy = policy
+        self._waits = waits
+        self._queue_size = queue_size
+        self._group_size = group_size
+        self._temperature = temperature
+        self._eval_concurrent = eval_concurrent
+        self._next_group_id = first_group_id
+        self._inputs: deque[Task] = deque()
+        self._evals: deque[SampleRequest] = deque()
+        self._outputs: asyncio.Queue[FinishedSample] = asyncio.Queue(queue_size)
+        self._changed = Signal()
+        self._room = Signal()
+        self._paused = False
+        self._closed = False
+        self._source_ended = False
+        self._num_eval_running = 0
+        self.admissions = 0
+        policy.subscribe(lambda _: self._changed.notify())
+
+    # --- what others call -------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stop starting samples; running ones go on and can be fetched."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Start samples again, at once."""
+        self._paused = False
+        self._changed.notify()
+
+    def close(self) -> None:
+        """Start no more training samples, ever (drain); evals still run."""
+        self._closed = True
+        self._changed.notify()
+
+    def recheck(self) -> None:
+        """The ledger changed in a way that may have opened the gate (a rejection)."""
+        self._changed.notify()
+
+    def submit_eval(self, requests: list[SampleRequest]) -> None:
+        """Queue eval samples; the caller bounds their number (one evaluation at a time)."""
+        self._evals.extend(requests)
+        self._changed.notify()
+
+    async def fetch(self) -> FinishedSample:
+        """Take one finished sample; taking is the last thing that can be cancelled."""
+        finished = await self._outputs.get()
+        if self._closed:
+            self._changed.notify()
+        return finished
+
+    async def drained(self) -> None:
+        """Return once no sample is running or waits to be fetched; the caller has the deadline."""
+        await self._changed.until(self._is_drained)
+
+    def _is_drained(self) -> bool:
+        running = self._ledger.num_running + self._num_eval_running
+        return not running and not self._evals and self._outputs.empty()
+
+    def statistics(self) -> DispatcherStatistics:
+        """Counts right now."""
+        return DispatcherStatistics(
+            num_running=self._ledger.num_running,
+            num_eval_running=self._num_eval_running,
+            in_queue=len(self._inputs) + len(self._evals),
+            out_queue=self._outputs.qsize(),
+            capacity=self._capacity(),
+            admissions=self.admissions,
+            is_paused=self._paused,
+        )
+
+    # --- loops --------------------------------------------------------------------------------
+
+    async def run_feed(self) -> None:
+        """Keep the input queue filled from the task source until the source ends."""
+        while True:
+            with self._waits.waiting("feed", "room in the input queue"):
+                await self._room.until(lambda: len(self._inputs) < self._queue_size)
+            task = await self._source.next_task()
+            if task is None:
+                self._source_ended = True
+                self._changed.notify()
+                return
+            self._inputs.append(task)
+            if len(self._inputs) == 1:
+                self._changed.notify()
+
+    async def run_submission(self, tasks: asyncio.TaskGroup) -> None:
+        """Start samples whenever there is a prompt and capacity. Raises TaskSourceExhausted."""
+        while True:
+            started = self._start_samples(tasks)
+            if started == BURST:
+                await asyncio.sleep(0)
+                continue
+            if self._source_ended and not self._inputs and self._capacity() > 0:
+                self._check_exhausted()
+            with self._waits.waiting("submission", self._what_for()):
+                await self._changed.until(self._can_start)
+
+    def _can_start(self) -> bool:
+        if self._paused:
+            return False
+        if self._evals and self._num_eval_running < self._eval_concurrent:
+            return True
+        return self._capacity() > 0 and (bool(self._inputs) or self._source_ended)
+
+    def _capacity(self) -> int:
+        if self._closed:
+            return 0
+        ledger = self._ledger
+        return self._gate.slots(self._policy.version, ledger.num_accepted, ledger.num_running)
+
+    def _what_for(self) -> str:
+        if self._paused:
+            return "resume()"
+        if self._closed:
+            return "nothing: admission is closed"
+        if not self._inputs and self._capacity() > 0:
+            return "the task source"
+        if self._ledger.num_running >= self._gate.max_concurrent:
+            return "a rollout to finish (max_concurrent_rollouts)"
+        return f"version {self._policy.version + 1} (max_head_offpolicyness)"
+
+    def _check_exhausted(self) -> None:
+        if self._ledger.num_running == 0 and self._outputs.empty():
+            raise TaskSourceExhausted(
+                f"the task source ended after {self._next_group_id} samples, before the step "
+                "target: give it more tasks, let it repeat, or lower run.steps"
+            )
+
+    def _start_samples(self, tasks: asyncio.TaskGroup) -> int:
+        started = 0
+        while not self._paused and started < BURST:
+            if self._evals and self._num_eval_running < self._eval_concurrent:
+                self._num_eval_running += 1
+                request = self._evals.popleft()
+            elif self._inputs and self._capacity() > 0:
+                request = self._admit(self._inputs.popleft())
+            else:
+                break
+            tasks.create_task(self._run(request))
+            started += 1
+        if started:
+            self._room.notify()
+        return started
+
+    def _admit(self, task: Task) -> SampleRequest:
+        group_id = GroupId(self._next_group_id)
+        self._next_group_id += 1
+        self._ledger.admit(group_id)
+        self.admissions += 1
+        return SampleRequest(
+            group_id=group_id,
+            task=task,
+            group_size=self._group_size,
+            temperature=self._temperature,
+        )
+
+    async def _run(self, request: SampleRequest) -> None:
+        group: Group | None = None
+        error: EngineError | EnvironmentFailure | None = None
+        try:
+            group = await self._run_sample(request)
+        except (EngineError, EnvironmentFailure) as failure:
+            error = failure
+        finished = FinishedSample(request=request, group=group, error=error)
+        await self._outputs.put(finished)
+        # From here to the end there is no await: the sample is in the queue and its slot is free.
+        if request.is_eval:
+            self._num_eval_running -= 1
+        elif error is None:
+            self._ledger.move(request.group_id, SampleState.FINISHED)
+        else:
+            self._ledger.move(request.group_id, SampleState.FAILED, str(error.failure_class))
+        self._changed.notify()
+
+    def drop_running(self, reason: str) -> None:
+        """Account for the samples that a stop cut off. Called once all sample tasks have ended."""
+        for group_id, state in self._ledger.living().items():
+            if state in (SampleState.RUNNING, SampleState.FINISHED):
+                self._ledger.move(group_id, SampleState.DROPPED, reason)
+        if self._ledger.num_running:
+            raise InvariantError(f"{self._ledger.num_running} samples still run after the stop")

@@ -1,0 +1,388 @@
+"""The orchestrator: owns the shared handles, wires the parts, and ends the run truthfully.
+
+    task source -> dispatcher -> (fetch) -> train sink -> (ship) -> store, trainer
+                        ^            \\-> eval sink                        |
+                        |                                                 v
+                  gate, ledger <- policy handle <- weight watcher <- weight channel
+
+| part       | consumes            | produces         | waits for             | unblocked by       |
+|------------|---------------------|------------------|-----------------------|--------------------|
+| feed       | task source         | input queue      | room in input queue   | submission         |
+| submission | input queue, evals  | sample tasks     | a prompt, capacity    | feed, finished     |
+|            |                     |                  |                       | samples, version,  |
+|            |                     |                  |                       | rejection          |
+| fetch      | output queue        | train sink, eval | a finished sample,    | samples, ship      |
+|            |                     | sink             | room in the sink      |                    |
+| ship       | train sink          | store, trainer   | a full batch; version | fetch; watcher     |
+|            |                     |                  | >= step - ahead       |                    |
+| watcher    | weight channel      | engines, version | a newer version       | trainer            |
+| metrics    | statistics          | metric rows      | its interval          | time               |
+| watchdog   | progress, ledger    | nothing, or an   | its interval          | time               |
+|            |                     | error            |                       |                    |
+| watch X    | process X           | an error         | the death of X        | never, in health   |
+
+One TaskGroup owns all of them and the sample tasks. A part that ends early is an error that names
+it. The version path (watcher) awaits no queue, so it cannot deadlock with what waits for a version.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.config import Config
+from headway.core.gate import CapacityGate, GateState, check_start
+from headway.core.guards import EmptyBatchGuard, FailureGuard
+from headway.core.ledger import Ledger, SampleState
+from headway.core.rollout import Task
+from headway.errors import HeadwayError, PartEndedError, TrainerError
+from headway.loop.dispatcher import Dispatcher
+from headway.loop.engine_meter import EngineMeter
+from headway.loop.eval_sink import EvalResult, EvalSink
+from headway.loop.metrics_loop import MetricsLoop
+from headway.loop.outcome import COMPLETED, Outcome, RunEnded, outcome_of
+from headway.loop.policy import PolicyHandle
+from headway.loop.rollout_runner import RolloutRunner
+from headway.loop.ship_gate import ShipGate
+from headway.loop.signal import Signal, WaitBoard
+from headway.loop.step_log import ShippedBatch, StepLog
+from headway.loop.train_sink import TrainSink
+from headway.loop.watchdog import Watchdog
+from headway.loop.weight_watcher import VersionServed, WeightWatcher
+from headway.ports import (
+    Engine,
+    Environment,
+    MetricsSink,
+    RunStore,
+    TaskSource,
+    TrainerLink,
+    WeightChannel,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Everything that the loop is connected to.
+
+    `watched` are liveness checks by name: each returns never while its part lives, and raises an
+    error that names the dead part.
+    """
+
+    engine: Engine
+    environments: Mapping[str, Environment]
+    source: TaskSource
+    trainer: TrainerLink
+    channel: WeightChannel
+    store: RunStore
+    metrics: MetricsSink
+    eval_tasks: Sequence[Task] = ()
+    watched: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+
+
+class Orchestrator:
+    """One run of the control loop. Build it inside a running event loop; `run()` once.
+
+    Args:
+        config: the resolved configuration.
+        ports: what stands behind every seam.
+        start: counts to start from; default is a new run. `start.version` is what engines serve.
+        check_first_step: refuse a start state that would admit more than `(S + 1) * B` samples
+            before the first version bump, which is how a resume loses its bound.
+        staleness_term: off removes `S` from the gate (to show what it is for).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ports: Ports,
+        *,
+        start: GateState | None = None,
+        check_first_step: bool = True,
+        staleness_term: bool = True,
+    ) -> None:
+        rollout = config.rollout
+        start = start or GateState()
+        self.config = config
+        self._ports = ports
+        self._loop = asyncio.get_running_loop()
+        self.policy = PolicyHandle(start.version)
+        self.ledger = Ledger(start)
+        self.waits = WaitBoard()
+        self.gate = CapacityGate(
+            max_head_offpolicyness=rollout.max_head_offpolicyness if staleness_term else None,
+            batch_size=rollout.consumer_batch_size,
+            max_concurrent=rollout.max_concurrent,
+            target_samples=config.run.steps * rollout.consumer_batch_size,
+        )
+        if check_first_step:
+            check_start(self.gate, start)
+        self.engine = EngineMeter(ports.engine)
+        self.runner = RolloutRunner(
+            engine=self.engine,
+            environments=ports.environments,
+            max_new_tokens=rollout.max_new_tokens,
+            deadline_seconds=rollout.deadline_seconds,
+            max_infrastructure_retries=rollout.max_infrastructure_retries,
+            max_environment_retries=rollout.max_environment_retries,
+        )
+        self.dispatcher = Dispatcher(
+            run_sample=self.runner.run,
+            source=ports.source,
+            gate=self.gate,
+            ledger=self.ledger,
+            policy=self.policy,
+            waits=self.waits,
+            queue_size=rollout.queue_size,
+            group_size=rollout.group_size,
+            temperature=rollout.temperature,
+            eval_concurrent=config.eval.max_concurrent,
+            first_group_id=start.admitted,
+        )
+        self.train_sink = TrainSink(
+            batch_size=rollout.consumer_batch_size,
+            baseline=config.actor.advantage,
+            filters=rollout.filters,
+            ledger=self.ledger,
+            guard=EmptyBatchGuard(rollout.consumer_batch_size, config.run.max_empty_batches),
+        )
+        self.eval_sink = EvalSink(
+            tasks=ports.eval_tasks,
+            temperature=config.eval.temperature,
+            submit=self.dispatcher.submit_eval,
+            on_result=self._on_eval,
+        )
+        self.watcher = WeightWatcher(
+            channel=ports.channel,
+            engine=self.engine,
+            policy=self.policy,
+            waits=self.waits,
+            update_seconds=config.engine.update_seconds,
+            on_served=self._on_served,
+        )
+        self.metrics_loop = MetricsLoop(
+            snapshot=self._snapshot,
+            sink=ports.metrics,
+            interval_seconds=config.run.metrics_interval_seconds,
+        )
+        self._sink_changed = Signal()
+        self.ship_gate = ShipGate(
+            sink=self.train_sink,
+            sink_changed=self._sink_changed,
+            policy=self.policy,
+            gate=self.gate,
+            store=ports.store,
+            trainer=ports.trainer,
+            waits=self.waits,
+            max_batches_ahead=rollout.max_batches_ahead,
+            steps=range(start.version, config.run.steps),
+            on_shipped=self._on_shipped,
+        )
+        self.watchdog = Watchdog(
+            ledger=self.ledger, waits=self.waits, stall_seconds=config.run.stall_seconds
+        )
+        self.started_at = self._loop.time()
+        self.log = StepLog(self.ledger, self.started_at, first_step=start.version)
+        self.evals: list[EvalResult] = []
+        self._failures = FailureGuard(rollout.max_failed_samples)
+        self._shipped: dict[int, ShippedBatch] = {}
+        self._done = Signal()
+        self._stop_code: int | None = None
+        self._drain_window: asyncio.Timeout | None = None
+        self._last_tokens = (self.started_at, 0)
+
+    # --- the run ------------------------------------------------------------------------------
+
+    async def run(self) -> Outcome:
+        """Run to the step target, to `stop()`, or to the first error, which is in the outcome."""
+        self._emit_run_row()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._start_parts(tasks)
+                if self.config.eval.every:
+                    self.eval_sink.start(self.policy.version)
+                raise RunEnded(await self._until_ended())
+        except BaseExceptionGroup as group:
+            outcome = outcome_of(group)
+        self.dispatcher.drop_running(outcome.exit_reason)
+        self.ledger.check()
+        try:
+            if leftovers := self.train_sink.leftovers():
+                await self._ports.store.write_leftovers(leftovers)
+            await self._ports.trainer.finish(self.ship_gate.num_shipped)
+        except HeadwayError as error:
+            if outcome.error is None:
+                outcome = outcome_of(error)
+        return outcome
+
+    def stop(self, exit_code: int = 130) -> None:
+        """Ask for a graceful end: admission stops, what is in flight finishes within
+        `run.shutdown_seconds`, full batches are trained, the rest is saved. A second call ends
+        the wait at once."""
+        if self._stop_code is None:
+            self._stop_code = exit_code
+            self._done.notify()
+        elif self._drain_window is not None:
+            self._drain_window.reschedule(self._loop.time())
+
+    def _start_parts(self, tasks: asyncio.TaskGroup) -> None:
+        def start(name: str, part: Awaitable[None], *, may_end: bool = False) -> None:
+            tasks.create_task(_part(name, part, may_end), name=name)
+
+        start("feed", self.dispatcher.run_feed(), may_end=True)
+        start("submission", self.dispatcher.run_submission(tasks))
+        start("fetch", self._run_fetch())
+        start("ship", self.ship_gate.run(), may_end=True)
+        start("watcher", self.watcher.run())
+        start("metrics", self.metrics_loop.run())
+        start("watchdog", self.watchdog.run())
+        for name, watch in self._ports.watched.items():
+            start(f"watch {name}", watch())
+
+    async def _until_ended(self) -> Outcome:
+        """Wait without a deadline (the watchdog ends a run without progress)."""
+        steps = self.config.run.steps
+        await self._done.until(lambda: self.policy.version >= steps or self._stop_code is not None)
+        self.dispatcher.close()
+        if self._stop_code is not None:
+            await self._drain()
+            return Outcome(exit_reason="interrupted", exit_code=self._stop_code)
+        if self.config.eval.every:
+            self.eval_sink.start(self.policy.version, is_last=True)
+            with self.waits.waiting("orchestrator", "the last evaluation"):
+                await self.eval_sink.idle()
+        return COMPLETED
+
+    async def _drain(self) -> None:
+        window = self.config.run.shutdown_seconds
+        self._event("warning", f"stopping: what is in flight has {window:g} s to finish")
+        try:
+            async with asyncio.timeout(window) as self._drain_window:
+                await self.dispatcher.drained()
+                await self._sink_changed.until(lambda: not self.train_sink.is_full)
+                await self.policy.reached(self.ship_gate.num_shipped)
+        except TimeoutError:
+            self._event("warning", f"the drain did not end in time: {self.waits.describe()}")
+
+    # --- loops --------------------------------------------------------------------------------
+
+    async def _run_fetch(self) -> None:
+        limit = max(self.config.rollout.queue_size, 1)
+        while True:
+            with self.waits.waiting("fetch", "room in the train sink"):
+                await self._sink_changed.until(lambda: len(self.train_sink) < limit)
+            with self.waits.waiting("fetch", "a finished sample"):
+                finished = await self.dispatcher.fetch()
+            # From here to the next wait there is no await: taking and delivering is one step.
+            self.watchdog.progress()
+            if finished.request.is_eval:
+                self.eval_sink.add(finished)
+            elif finished.error is not None:
+                self._event("warning", f"sample {finished.request.group_id}: {finished.error}")
+                self._failures.failed(finished.error)
+            elif finished.group is not None:
+                self._failures.finished()
+                if self.train_sink.add(finished.group) is not None:
+                    self.dispatcher.recheck()
+                elif self.train_sink.is_full:
+                    self._sink_changed.notify()
+
+    # --- what parts report ----------------------------------------------------------------------
+
+    def _on_shipped(self, shipped: ShippedBatch) -> None:
+        self.watchdog.progress()
+        self._shipped[shipped.step] = shipped
+
+    def _on_served(self, served: VersionServed) -> None:
+        version = served.weights.version
+        now = self._loop.time()
+        self.watchdog.progress()
+        for step in range(self.log.first_step + self.log.num_trained, version):
+            shipped = self._shipped.pop(step, None)
+            if shipped is None:
+                raise TrainerError(
+                    f"the trainer published version {version}, but batch {step} was never shipped "
+                    f"({self.ship_gate.num_shipped} batches were)"
+                )
+            for group_id in shipped.group_ids:
+                self.ledger.move(group_id, SampleState.TRAINED)
+            row = self.log.trained(shipped, served, now=now, admissions=self.dispatcher.admissions)
+            self._emit(row)
+        every = self.config.eval.every
+        if version >= self.config.run.steps:
+            self._done.notify()
+        elif every and version % every == 0 and not self.eval_sink.start(version):
+            self._event("warning", f"no eval at version {version}: the last one is still running")
+
+    def _on_eval(self, result: EvalResult) -> None:
+        self.watchdog.progress()
+        self.evals.append(result)
+        self._emit(result.row())
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def _emit(self, row: Mapping[str, Any]) -> None:
+        self._ports.metrics.emit({"time": self._loop.time() - self.started_at, **row})
+
+    def _event(self, level: str, text: str) -> None:
+        self._emit({"kind": "event", "level": level, "text": text})
+
+    def _emit_run_row(self) -> None:
+        config = self.config
+        self._emit(
+            {
+                "kind": "run",
+                "run_dir": config.run.dir,
+                "seed": config.run.seed,
+                "steps": config.run.steps,
+                "configured": config.rollout.max_head_offpolicyness,
+                "guaranteed": self.gate.guaranteed_age,
+                "batch_size": config.rollout.consumer_batch_size,
+                "group_size": config.rollout.group_size,
+                "max_concurrent": config.rollout.max_concurrent,
+            }
+        )
+        for text in config.warnings:
+            self._event("warning", text)
+
+    async def _snapshot(self) -> Mapping[str, Any]:
+        dispatcher = self.dispatcher.statistics()
+        now = self._loop.time()
+        last_at, last_tokens = self._last_tokens
+        tokens = self.engine.num_tokens
+        self._last_tokens = (now, tokens)
+        engines = await self.engine.statistics()
+        parts = ("feed", "submission", "fetch", "ship", "watcher")
+        waits = self.waits.current
+        return {
+            "kind": "interval",
+            "time": now - self.started_at,
+            "version": self.policy.version,
+            "step": self.ship_gate.num_shipped,
+            "num_running": dispatcher.num_running,
+            "capacity": dispatcher.capacity,
+            "in_queue": dispatcher.in_queue,
+            "out_queue": dispatcher.out_queue,
+            "num_buffered": len(self.train_sink),
+            "batches_waiting": int(self.train_sink.is_full),
+            "batches_shipped": self.ship_gate.num_shipped,
+            "age": self.log.ages.summary(),
+            "tokens_generated": tokens,
+            "tokens_per_second": (tokens - last_tokens) / (now - last_at) if now > last_at else 0,
+            "eval_running": dispatcher.num_eval_running,
+            "waiting_for": {part: waits[part].what if part in waits else None for part in parts},
+            "engines": {
+                name: {
+                    "num_running": one.num_running,
+                    "num_waiting": one.num_waiting,
+                    "tokens_per_second": one.tokens_per_second,
+                }
+                for name, one in engines.items()
+            },
+            "idle": {"trainer": self.log.trainer_idle_share, "engine": self.engine.idle_share},
+        }
+
+
+async def _part(name: str, part: Awaitable[None], may_end: bool) -> None:
+    await part
+    if not may_end:
+        raise PartEndedError(f"{name} ended although the run had not")

@@ -1,0 +1,162 @@
+"""The rollout runner: plays all rollouts of one sample, with retries by failure class."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headway.core.rollout import Group, GroupId, Rollout, Task
+from headway.errors import EngineError, EnvironmentFailure
+from headway.loop.transcript import RecordedTranscript
+from headway.ports import Engine, Environment
+
+RETRY_SECONDS = 0.2
+"""Pause before the first retry after an engine failed; it doubles with every further one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One sample to run: `group_size` rollouts of one task."""
+
+    group_id: GroupId
+    task: Task
+    group_size: int
+    temperature: float
+    eval_version: int | None = None
+    """For an eval sample, the version whose evaluation it belongs to; None: training."""
+
+    @property
+    def is_eval(self) -> bool:
+        """Whether this sample belongs to an evaluation and is never trained."""
+        return self.eval_version is not None
+
+
+class RolloutRunner:
+    """Turns a SampleRequest into a Group.
+
+    A rollout that fails is retried alone, at most `max_infrastructure_retries` times for an engine
+    and `max_environment_retries` times for an environment; then the whole sample fails and its
+    siblings are cancelled. What the model does badly is data, not a failure.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        environments: Mapping[str, Environment],
+        max_new_tokens: int,
+        deadline_seconds: float,
+        max_infrastructure_retries: int,
+        max_environment_retries: int,
+    ) -> None:
+        self._engine = engine
+        self._environments = environments
+        self._max_new_tokens = max_new_tokens
+        self._deadline_seconds = deadline_seconds
+        self._max_infrastructure_retries = max_infrastructure_retries
+        self._max_environment_retries = max_environment_retries
+        self.num_retries = 0
+
+    async def run(self, request: SampleRequest) -> Group:
+        """Play the sample. Raises EngineError or EnvironmentFailure once retries are used up."""
+        if request.group_size == 1:
+            rollouts = [await self._with_retries(request, 0)]
+        else:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [
+                        tasks.create_task(self._with_retries(request, episode))
+                        for episode in range(request.group_size)
+                    ]
+            except ExceptionGroup as failures:
+                known, unknown = failures.split((EngineError, EnvironmentFailure))
+                if unknown is not None or known is None:
+                    raise
+                raise known.exceptions[0] from None
+            rollouts = [task.result() for task in running]
+        return Group(group_id=request.group_id, task=request.task, rollouts=tuple(rollouts))
+
+    async def _with_retries(self, request: SampleRequest, episode: int) -> Rollout:
+        infrastructure = environment = 0
+        while True:
+            attempt = infrastructure + environment
+            try:
+                return await self._attempt(request, episode, attempt)
+            except EngineError:
+                infrastructure += 1
+                if infrastructure > self._max_infrastructure_retries:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS * 2 ** (infrastructure - 1))
+            except EnvironmentFailure:
+                environment += 1
+                if environment > self._max_environment_retries:
+                    raise
+            self.num_retries += 1
+
+    async def _attempt(self, request: SampleRequest, episode: int, attempt: int) -> Rollout:
+        task = request.task
+        environment = self._environments[task.env]
+        kind = "e" if request.is_eval else "t"
+        transcript = RecordedTranscript(
+            task=task,
+            request_id=f"{kind}{request.group_id:09d}-{episode:04d}-{attempt:02d}",
+            generate=self._engine.generate,
+            max_tokens=self._max_new_tokens,
+            temperature=request.temperature,
+        )
+        try:
+            async with asyncio.timeout(self._deadline_seconds):
+                await environment.run(transcript)
+        except TimeoutError as error:
+            raise self._overdue(transcript, error) from error
+        except EnvironmentFailure:
+            raise
+        except Exception as error:  # an environment is the user's code: it may raise anything
+            if transcript.engine_error is not None:
+                raise transcript.engine_error from error
+            raise EnvironmentFailure(
+                f"environment {task.env!r} raised {type(error).__name__}: {error} "
+                f"on task {task.key!r}"
+            ) from error
+        if transcript.engine_error is not None:  # swallowed: never train what an engine broke
+            raise transcript.engine_error
+        return self._scored(environment, transcript, request.group_id, episode)
+
+    def _overdue(
+        self, transcript: RecordedTranscript, error: TimeoutError
+    ) -> EngineError | EnvironmentFailure:
+        """Who held the rollout when its deadline passed (or an inner time limit rose)."""
+        task = transcript.task
+        if transcript.waits_for_engine:
+            return EngineError(
+                f"{self._engine.name} did not answer a rollout of task {task.key!r} "
+                f"({task.env}) within rollout.deadline_seconds = {self._deadline_seconds:g}"
+            )
+        return EnvironmentFailure(
+            f"environment {task.env!r} did not end task {task.key!r} within "
+            f"rollout.deadline_seconds = {self._deadline_seconds:g} {error}".rstrip()
+        )
+
+    def _scored(
+        self,
+        environment: Environment,
+        transcript: RecordedTranscript,
+        group_id: GroupId,
+        episode: int,
+    ) -> Rollout:
+        loop = asyncio.get_running_loop()
+        task = transcript.task
+        started_at = loop.time()
+        try:
+            score = environment.score(task, transcript.completions)
+        except Exception as error:  # a reward function is the user's code: it may raise anything
+            raise EnvironmentFailure(
+                f"the reward of environment {task.env!r} raised {type(error).__name__}: {error} "
+                f"on task {task.key!r}",
+                stage="reward",
+            ) from error
+        return transcript.finish(
+            group_id=group_id,
+            episode=episode,
+            score=score,
+            reward_seconds=loop.time() - started_at,
+        )

@@ -1,0 +1,72 @@
+"""Waiting for a condition without losing a wake-up, and saying what one waits for."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+class Signal:
+    """A wake-up that carries no data: the condition itself is what is waited for.
+
+    Whoever changes the state that a predicate reads calls `notify()`, which is synchronous and
+    never blocks; waiters re-check. A wake-up cannot be lost, because the predicate is tested
+    before every wait and there is no `await` between the test and the wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def notify(self) -> None:
+        """Let every waiter test its condition again."""
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return as soon as `condition()` holds; its owner has the deadline."""
+        while not condition():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One part waits for something since an instant of loop time."""
+
+    what: str
+    since: float
+
+
+class WaitBoard:
+    """Who waits for whom, right now: what the terminal shows and a stall names."""
+
+    def __init__(self) -> None:
+        self._waits: dict[str, Wait] = {}
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def waiting(self, part: str, what: str) -> Iterator[None]:
+        """Around an `await`: `part` waits for `what`."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self._waits[part] = Wait(what, started)
+        try:
+            yield
+        finally:
+            del self._waits[part]
+            self._seconds[part] = self._seconds.get(part, 0.0) + loop.time() - started
+
+    @property
+    def current(self) -> Mapping[str, Wait]:
+        """Waits by part; a part that is busy is absent."""
+        return self._waits
+
+    def describe(self) -> str:
+        """All waits in one line, the longest first."""
+        now = asyncio.get_running_loop().time()
+        waits = sorted(self._waits.items(), key=lambda item: item[1].since)
+        return "; ".join(f"{part} waits for {w.what} ({now - w.since:.1f} s)" for part, w in waits)

@@ -1,0 +1,143 @@
+"""What is remembered of every batch from the moment it is full until its version is served."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headway.core.ages import Ages
+from headway.core.ledger import Ledger, SampleState
+from headway.core.rollout import Batch, GroupId
+from headway.loop.weight_watcher import VersionServed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShippedBatch:
+    """A batch that the trainer has, without its tokens; times in seconds."""
+
+    step: int
+    group_ids: tuple[GroupId, ...]
+    ages: Ages
+    num_rollouts: int
+    num_tokens: int
+    rollout_tokens_mean: float
+    reward_mean: float
+    reward_std: float
+    env_metrics: Mapping[str, float]
+    assembled_seconds: float
+    parked_seconds: float
+    write_seconds: float
+
+    @classmethod
+    def of(
+        cls, batch: Batch, ages: Ages, *, parked_seconds: float, write_seconds: float
+    ) -> "ShippedBatch":
+        """Condense a batch."""
+        rollouts = batch.rollouts
+        rewards = np.array([rollout.reward for rollout in rollouts])
+        finished = [rollout.timings.finished_at for rollout in rollouts]
+        metrics: dict[str, list[float]] = defaultdict(list)
+        for rollout in rollouts:
+            for name, value in rollout.metrics.items():
+                metrics[name].append(value)
+        return cls(
+            step=batch.step,
+            group_ids=tuple(trainable.group.group_id for trainable in batch.groups),
+            ages=ages,
+            num_rollouts=len(rollouts),
+            num_tokens=batch.num_trainable,
+            rollout_tokens_mean=batch.num_trainable / len(rollouts),
+            reward_mean=float(rewards.mean()),
+            reward_std=float(rewards.std()),
+            env_metrics={name: float(np.mean(values)) for name, values in metrics.items()},
+            assembled_seconds=max(finished) - min(finished),
+            parked_seconds=parked_seconds,
+            write_seconds=write_seconds,
+        )
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Totals over the trained batches, and the rows that describe each of them."""
+
+    ledger: Ledger
+    started_at: float
+    first_step: int = 0
+    ages: Ages = field(default_factory=Ages)
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of every trained batch, in step order."""
+    step_seconds: list[float] = field(default_factory=list)
+    admissions: list[int] = field(default_factory=list)
+    """Samples admitted between one version bump and the next; the first entry is the first step's.
+    """
+    num_tokens_trained: int = 0
+    trainer_idle_seconds: float = 0.0
+    trainer_busy_seconds: float = 0.0
+    _last_at: float = field(init=False)
+    _last_admissions: int = 0
+    _last_reasons: dict[SampleState, Counter[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._last_at = self.started_at
+
+    @property
+    def num_trained(self) -> int:
+        """Batches trained by this process."""
+        return len(self.rewards)
+
+    @property
+    def trainer_idle_share(self) -> float | None:
+        """Share of the trainer's time in which it waited for a batch; None before the first."""
+        total = self.trainer_idle_seconds + self.trainer_busy_seconds
+        return self.trainer_idle_seconds / total if total > 0 else None
+
+    def trained(
+        self, shipped: ShippedBatch, served: VersionServed, *, now: float, admissions: int
+    ) -> dict[str, Any]:
+        """Count a trained batch and return its row; `admissions` is the total so far."""
+        stats = dict(served.weights.stats)
+        train_seconds = stats.pop("train_seconds", None)
+        idle_seconds = stats.pop("idle_seconds", None)
+        publish_seconds = stats.pop("publish_seconds", None)
+        self.trainer_idle_seconds += idle_seconds or 0.0
+        self.trainer_busy_seconds += (train_seconds or 0.0) + (publish_seconds or 0.0)
+        self.ages.merge(shipped.ages)
+        self.rewards.append(shipped.reward_mean)
+        self.step_seconds.append(now - self._last_at)
+        self.admissions.append(admissions - self._last_admissions)
+        self.num_tokens_trained += shipped.num_tokens
+        row = {
+            "kind": "step",
+            "step": shipped.step,
+            "reward_mean": shipped.reward_mean,
+            "reward_std": shipped.reward_std,
+            "age": shipped.ages.summary(),
+            "num_samples": len(shipped.group_ids),
+            "num_rollouts": shipped.num_rollouts,
+            "num_tokens": shipped.num_tokens,
+            "rollout_tokens_mean": shipped.rollout_tokens_mean,
+            "admissions": self.admissions[-1],
+            "rejected": self._new_reasons(SampleState.REJECTED),
+            "failed": self._new_reasons(SampleState.FAILED),
+            "assembled_seconds": shipped.assembled_seconds,
+            "parked_seconds": shipped.parked_seconds,
+            "write_seconds": shipped.write_seconds,
+            "train_seconds": train_seconds,
+            "trainer_idle_seconds": idle_seconds,
+            "publish_seconds": publish_seconds,
+            "sync_seconds": served.sync_seconds,
+            "step_seconds": self.step_seconds[-1],
+            "trainer": stats,
+            "env_metrics": shipped.env_metrics,
+        }
+        self._last_at = now
+        self._last_admissions = admissions
+        return row
+
+    def _new_reasons(self, state: SampleState) -> dict[str, int]:
+        now = self.ledger.reasons[state]
+        new = now - self._last_reasons.get(state, Counter())
+        self._last_reasons[state] = now.copy()
+        return dict(new)

@@ -1,0 +1,150 @@
+"""The recorder behind `ports.Transcript`: one rollout while it grows."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from headway.core.rollout import (
+    Completion,
+    FinishReason,
+    GroupId,
+    Rollout,
+    Task,
+    Timings,
+)
+from headway.core.versions import VersionRuns
+from headway.errors import EngineError, EnvironmentFailure
+from headway.ports import GenerateRequest, Score
+
+Generate = Callable[[GenerateRequest], Awaitable[Completion]]
+
+
+class RecordedTranscript:
+    """Records token ids, loss mask, log-probabilities and version runs of one rollout as they come.
+
+    Args:
+        task: the prompt.
+        request_id: prefix of the engine requests; each turn appends its number.
+        generate: the engine.
+        max_tokens: per turn.
+        temperature: of the sampling.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        request_id: str,
+        generate: Generate,
+        max_tokens: int,
+        temperature: float,
+    ) -> None:
+        self._task = task
+        self._request_id = request_id
+        self._generate = generate
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._tokens: list[int] = []
+        self._turns: list[tuple[int, Completion]] = []
+        self._started_at = asyncio.get_running_loop().time()
+        self.generation_seconds = 0.0
+        self.waits_for_engine = False
+        """Whether it is inside an engine call: who is to blame when its deadline passes."""
+        self.engine_error: EngineError | None = None
+
+    @property
+    def task(self) -> Task:
+        """The prompt to run."""
+        return self._task
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The model's turns so far."""
+        return [completion for _, completion in self._turns]
+
+    def observe(self, token_ids: list[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        self._tokens.extend(token_ids)
+
+    async def act(self, *, max_tokens: int | None = None) -> Completion:
+        """Sample one turn after everything so far. Raises EngineError, EnvironmentFailure."""
+        limit = self._max_tokens if max_tokens is None else min(max_tokens, self._max_tokens)
+        if not self._tokens:
+            raise EnvironmentFailure(
+                f"environment {self._task.env!r} called act() before it observed any prompt token"
+            )
+        if limit < 1:
+            raise EnvironmentFailure(
+                f"environment {self._task.env!r} called act(max_tokens={max_tokens}): at least 1"
+            )
+        request = GenerateRequest(
+            request_id=f"{self._request_id}-{len(self._turns):04d}",
+            token_ids=self._tokens.copy(),
+            max_tokens=limit,
+            temperature=self._temperature,
+        )
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        self.waits_for_engine = True
+        try:
+            completion = await self._generate(request)
+        except EngineError as error:
+            self.engine_error = error
+            raise
+        finally:
+            self.generation_seconds += loop.time() - asked_at
+        self.waits_for_engine = False
+        self.engine_error = None
+        self._turns.append((len(self._tokens), completion))
+        self._tokens.extend(completion.token_ids.tolist())
+        return completion
+
+    def finish(
+        self, *, group_id: GroupId, episode: int, score: Score, reward_seconds: float
+    ) -> Rollout:
+        """The finished rollout. Raises EnvironmentFailure for an episode without a model turn or a
+        reward that is not a finite number."""
+        if not self._turns:
+            raise EnvironmentFailure(
+                f"environment {self._task.env!r} ended task {self._task.key!r} without act()"
+            )
+        reward = score.reward
+        if not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
+            raise EnvironmentFailure(
+                f"environment {self._task.env!r} gave reward {reward!r} for task "
+                f"{self._task.key!r}: a finite number is needed",
+                stage="reward",
+            )
+        num_tokens = len(self._tokens)
+        loss_mask = np.zeros(num_tokens, np.bool_)
+        logprobs = np.zeros(num_tokens, np.float32)
+        runs: list[tuple[int, int]] = []
+        for start, completion in self._turns:
+            end = start + len(completion.token_ids)
+            loss_mask[start:end] = True
+            logprobs[start:end] = completion.logprobs
+            runs.extend(completion.version_runs)
+        now = asyncio.get_running_loop().time()
+        total = now - self._started_at
+        return Rollout(
+            group_id=group_id,
+            episode=episode,
+            env=self._task.env,
+            token_ids=np.array(self._tokens, np.int32),
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            version_runs=VersionRuns.of(runs),
+            reward=float(reward),
+            num_turns=len(self._turns),
+            finish_reason=FinishReason(self._turns[-1][1].finish_reason),
+            timings=Timings(
+                started_at=self._started_at,
+                finished_at=now,
+                generation_seconds=self.generation_seconds,
+                environment_seconds=max(total - self.generation_seconds - reward_seconds, 0.0),
+                reward_seconds=reward_seconds,
+            ),
+            metrics=score.metrics,
+        )
