@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from headway.config import Config
-from headway.core.gate import GateState
 from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome
 from headway.sim.clock import run_virtual
@@ -60,14 +59,18 @@ def simulate_in_memory(
     *,
     script: Callable[[Orchestrator], Any] | None = None,
     keep_batches: int | None = 0,
+    ports: dict[str, Any] | None = None,
     **options: Any,
 ) -> SimulatedRun:
-    """Run to the end in virtual time; `script(orchestrator)` is a coroutine that runs beside."""
+    """Run to the end in virtual time; `script(orchestrator)` is a coroutine that runs beside, and
+    `ports` replaces fields of the orchestrator's Ports."""
 
     async def main() -> SimulatedRun:
         rows = RowList()
         store = MemoryStore(keep=keep_batches)
-        orchestrator = build_simulation(config, metrics=rows, store=store, **options)
+        orchestrator = build_simulation(
+            config, metrics=rows, store=store, replaced=ports or {}, **options
+        )
         beside = asyncio.ensure_future(script(orchestrator)) if script else None
         outcome = await orchestrator.run()
         if beside:

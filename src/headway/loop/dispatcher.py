@@ -132,7 +132,11 @@ class Dispatcher:
 
     async def fetch(self) -> FinishedSample:
         """Take one finished sample; taking is the last thing that can be cancelled."""
-        finished = await self._outputs.get()
+        if self._outputs.empty():
+            with self._waits.waiting("fetch", "a finished sample"):
+                finished = await self._outputs.get()
+        else:
+            finished = self._outputs.get_nowait()
         if self._closed:
             self._changed.notify()
         return finished
@@ -162,8 +166,7 @@ class Dispatcher:
     async def run_feed(self) -> None:
         """Keep the input queue filled from the task source until the source ends."""
         while True:
-            with self._waits.waiting("feed", "room in the input queue"):
-                await self._room.until(lambda: len(self._inputs) < self._queue_size)
+            await self._waits.until("feed", "room in the input queue", self._room, self._has_room)
             task = await self._source.next_task()
             if task is None:
                 self._source_ended = True
@@ -180,17 +183,35 @@ class Dispatcher:
             if started == BURST:
                 await asyncio.sleep(0)
                 continue
-            if self._source_ended and not self._inputs and self._capacity() > 0:
-                self._check_exhausted()
-            with self._waits.waiting("submission", self._what_for()):
-                await self._changed.until(self._can_start)
+            if self._is_exhausted():
+                raise TaskSourceExhausted(
+                    f"the task source ended after {self._next_group_id} samples, before the step "
+                    "target: give it more tasks, let it repeat, or lower run.steps"
+                )
+            if not self._can_start():
+                await self._waits.until(
+                    "submission", self._what_for(), self._changed, self._can_start
+                )
+
+    def _has_room(self) -> bool:
+        return len(self._inputs) < self._queue_size
 
     def _can_start(self) -> bool:
         if self._paused:
             return False
         if self._evals and self._num_eval_running < self._eval_concurrent:
             return True
-        return self._capacity() > 0 and (bool(self._inputs) or self._source_ended)
+        return self._capacity() > 0 and (bool(self._inputs) or self._is_exhausted())
+
+    def _is_exhausted(self) -> bool:
+        """No prompt is left, and neither is anything that could still fill a batch."""
+        return (
+            self._source_ended
+            and not self._inputs
+            and self._capacity() > 0
+            and self._ledger.num_running == 0
+            and self._outputs.empty()
+        )
 
     def _capacity(self) -> int:
         if self._closed:
@@ -208,13 +229,6 @@ class Dispatcher:
         if self._ledger.num_running >= self._gate.max_concurrent:
             return "a rollout to finish (max_concurrent_rollouts)"
         return f"version {self._policy.version + 1} (max_head_offpolicyness)"
-
-    def _check_exhausted(self) -> None:
-        if self._ledger.num_running == 0 and self._outputs.empty():
-            raise TaskSourceExhausted(
-                f"the task source ended after {self._next_group_id} samples, before the step "
-                "target: give it more tasks, let it repeat, or lower run.steps"
-            )
 
     def _start_samples(self, tasks: asyncio.TaskGroup) -> int:
         started = 0

@@ -266,12 +266,14 @@ class Orchestrator:
     # --- loops --------------------------------------------------------------------------------
 
     async def _run_fetch(self) -> None:
-        limit = max(self.config.rollout.queue_size, 1)
+        limit = self.config.rollout.queue_size
+
+        def has_room() -> bool:
+            return len(self.train_sink) < limit
+
         while True:
-            with self.waits.waiting("fetch", "room in the train sink"):
-                await self._sink_changed.until(lambda: len(self.train_sink) < limit)
-            with self.waits.waiting("fetch", "a finished sample"):
-                finished = await self.dispatcher.fetch()
+            await self.waits.until("fetch", "the trainer", self._sink_changed, has_room)
+            finished = await self.dispatcher.fetch()
             # From here to the next wait there is no await: taking and delivering is one step.
             self.watchdog.progress()
             if finished.request.is_eval:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headway.core.rollout import Group, GroupId, Rollout, Task
 from headway.errors import EngineError, EnvironmentFailure
+from headway.loop.deadlines import Deadlines
 from headway.loop.transcript import RecordedTranscript
 from headway.ports import Engine, Environment
 
@@ -51,7 +52,7 @@ class RolloutRunner:
         self._engine = engine
         self._environments = environments
         self._max_new_tokens = max_new_tokens
-        self._deadline_seconds = deadline_seconds
+        self._deadlines = Deadlines(deadline_seconds)
         self._max_infrastructure_retries = max_infrastructure_retries
         self._max_environment_retries = max_environment_retries
         self.num_retries = 0
@@ -104,7 +105,7 @@ class RolloutRunner:
             temperature=request.temperature,
         )
         try:
-            async with asyncio.timeout(self._deadline_seconds):
+            with self._deadlines.limit():
                 await environment.run(transcript)
         except TimeoutError as error:
             raise self._overdue(transcript, error) from error
@@ -129,11 +130,11 @@ class RolloutRunner:
         if transcript.waits_for_engine:
             return EngineError(
                 f"{self._engine.name} did not answer a rollout of task {task.key!r} "
-                f"({task.env}) within rollout.deadline_seconds = {self._deadline_seconds:g}"
+                f"({task.env}) within rollout.deadline_seconds = {self._deadlines.seconds:g}"
             )
         return EnvironmentFailure(
             f"environment {task.env!r} did not end task {task.key!r} within "
-            f"rollout.deadline_seconds = {self._deadline_seconds:g} {error}".rstrip()
+            f"rollout.deadline_seconds = {self._deadlines.seconds:g} {error}".rstrip()
         )
 
     def _scored(

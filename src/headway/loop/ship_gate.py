@@ -55,8 +55,9 @@ class ShipGate:
         """Ship every step, in order, then end. Raises StoreError, TrainerError, InvariantError."""
         loop = asyncio.get_running_loop()
         for step in self._steps:
-            with self._waits.waiting("ship", f"batch {step} to fill"):
-                await self._sink_changed.until(lambda: self._sink.is_full)
+            await self._waits.until(
+                "ship", f"batch {step} to fill", self._sink_changed, lambda: self._sink.is_full
+            )
             full_at = loop.time()
             needed = step - self._max_batches_ahead
             with self._waits.waiting("ship", f"the trainer to reach version {needed}"):

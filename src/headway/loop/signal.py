@@ -46,19 +46,23 @@ class WaitBoard:
 
     def __init__(self) -> None:
         self._waits: dict[str, Wait] = {}
-        self._seconds: dict[str, float] = {}
 
     @contextmanager
     def waiting(self, part: str, what: str) -> Iterator[None]:
         """Around an `await`: `part` waits for `what`."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        self._waits[part] = Wait(what, started)
+        self._waits[part] = Wait(what, asyncio.get_running_loop().time())
         try:
             yield
         finally:
             del self._waits[part]
-            self._seconds[part] = self._seconds.get(part, 0.0) + loop.time() - started
+
+    async def until(
+        self, part: str, what: str, signal: Signal, condition: Callable[[], bool]
+    ) -> None:
+        """`signal.until(condition)`, on the board while it lasts; free when it holds already."""
+        if not condition():
+            with self.waiting(part, what):
+                await signal.until(condition)
 
     @property
     def current(self) -> Mapping[str, Wait]:

@@ -114,6 +114,9 @@ class StepLog:
             "reward_mean": shipped.reward_mean,
             "reward_std": shipped.reward_std,
             "age": shipped.ages.summary(),
+            "age_counts": {
+                str(age): count for age, count in sorted(shipped.ages.tokens.counts.items())
+            },
             "num_samples": len(shipped.group_ids),
             "num_rollouts": shipped.num_rollouts,
             "num_tokens": shipped.num_tokens,

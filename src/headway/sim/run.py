@@ -1,6 +1,8 @@
 """Wires the real orchestrator to simulated parts; runs under any event loop, best a virtual one."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +25,13 @@ def build_simulation(
     staleness_term: bool = True,
     store: RunStore | None = None,
     metrics: MetricsSink | None = None,
+    replaced: Mapping[str, Any] | None = None,
 ) -> Orchestrator:
     """The orchestrator of a simulated run, as `config.simulate` states the workload.
 
     Args:
         latency: draws the seconds of one engine request instead of `simulate.rollout_seconds`.
+        replaced: fields of Ports that something else takes the place of.
         start, check_first_step, staleness_term: as in Orchestrator.
     """
     stated = config.simulate
@@ -64,7 +68,7 @@ def build_simulation(
     )
     return Orchestrator(
         config,
-        ports,
+        dataclasses.replace(ports, **(replaced or {})),
         start=start,
         check_first_step=check_first_step,
         staleness_term=staleness_term,

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import re
 import shutil
 import time
@@ -57,8 +58,9 @@ class Manifest:
     """What a published version says of itself.
 
     `contract` is equal for weights that fit the same model: a hash over model type and every
-    parameter's name, shape and dtype. `files` gives size in bytes and SHA-256 of every file.
-    `stats` is the trainer's report (`PublishedWeights.stats`).
+    parameter's name, shape and dtype. `num_parameters` counts what is stored, a tied head twice.
+    `files` gives size in bytes and SHA-256 of every file. `stats` is the trainer's report
+    (`PublishedWeights.stats`).
     """
 
     version: int
@@ -138,6 +140,7 @@ def write_model(folder: Path, weights: "nn.Module | Mapping[str, Tensor]", *, so
         WeightsError: no `config.json` in `source`, or the output head cannot be found.
         OSError: writing failed.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if not (source / "config.json").is_file():
@@ -146,7 +149,10 @@ def write_model(folder: Path, weights: "nn.Module | Mapping[str, Tensor]", *, so
     for name in names:
         shutil.copyfile(source / name, folder / name)
         fsync_file(folder / name)
-    save_file(_tensors(weights, source), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    try:
+        save_file(_tensors(weights, source), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    except (SafetensorError, ValueError) as error:
+        raise WeightsError(f"cannot write the weights to {folder}: {error}") from error
     fsync_file(folder / WEIGHTS_FILE)
 
 
@@ -156,8 +162,13 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads((folder / MANIFEST).read_bytes())
         manifest = Manifest(**content)
         numbers = [manifest.version, *(file["size"] for file in manifest.files.values())]
-        if not all(isinstance(number, int) for number in numbers) or not manifest.files:
-            raise ValueError("sizes and version must be integers, and files listed")
+        reals = manifest.stats.values()
+        if (
+            not manifest.files
+            or not all(isinstance(number, int) for number in numbers)
+            or not all(isinstance(real, int | float) for real in reals)
+        ):
+            raise ValueError("sizes, version and stats must be numbers, and files listed")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsError(f"{folder / MANIFEST} cannot be used: {error}") from error
     return manifest
@@ -288,12 +299,7 @@ def _describe(folder: Path, version: int, stats: dict[str, float], started_at: f
     model_type = str(json.loads((folder / "config.json").read_bytes()).get("model_type", ""))
     shapes = sorted((name, entry["dtype"], entry["shape"]) for name, entry in header.items())
     contract = hashlib.sha256(json.dumps([model_type, shapes]).encode()).hexdigest()[:16]
-    num_parameters = 0
-    for _, _, shape in shapes:
-        size = 1
-        for length in shape:
-            size *= length
-        num_parameters += size
+    num_parameters = sum(math.prod(shape) for _, _, shape in shapes)
     files = {
         path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.iterdir())

@@ -1,0 +1,89 @@
+"""Checkpoints of the trainer: weights and optimizer, complete or not there.
+
+`RUN/checkpoints/step-000050/` is the state after 50 updates: a Hugging Face folder, plus
+`optimizer.pt` and the marker `COMPLETE`, written last, under a temporary name until then.
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import StoreError
+from headway.store.atomic import atomic_folder, fsync_file, remove_folder
+from headway.weights.folder import COMPLETE, write_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+OPTIMIZER = "optimizer.pt"
+KEEP_LAST = 2
+"""Checkpoints kept: the newest, and one more should its disk go bad."""
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+def save_checkpoint(
+    run_dir: Path, version: int, model: "nn.Module", optimizer: dict[str, Any], *, source: Path
+) -> Path:
+    """Save the state after `version` updates; older checkpoints than the newest two are deleted.
+
+    Args:
+        run_dir: the run directory.
+        version: number of updates applied.
+        model: the model.
+        optimizer: `PolicyUpdater.state_dict()`.
+        source: folder of the initial model (`config.json`, tokenizer).
+
+    Raises:
+        StoreError: nothing was saved. WeightsError: as `write_model`.
+    """
+    import torch
+
+    path = run_dir / "checkpoints" / f"step-{version:06d}"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with atomic_folder(path) as temporary:
+            write_model(temporary, model, source=source)
+            torch.save(optimizer, temporary / OPTIMIZER)
+            fsync_file(temporary / OPTIMIZER)
+            (temporary / COMPLETE).write_text(f"{version}\n")
+            fsync_file(temporary / COMPLETE)
+        for _, old in sorted(_complete(run_dir), reverse=True)[KEEP_LAST:]:
+            remove_folder(old)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise StoreError(
+            f"cannot save checkpoint {path}: {error}; check that there is space left"
+        ) from error
+    return path
+
+
+def latest_checkpoint(run_dir: Path) -> tuple[int, Path] | None:
+    """The newest complete checkpoint and the number of updates in it, or None."""
+    return max(_complete(run_dir), default=None)
+
+
+def load_optimizer(path: Path) -> dict[str, Any]:
+    """The optimizer's state from a checkpoint's folder. Raises StoreError."""
+    import pickle
+
+    import torch
+
+    try:
+        state: dict[str, Any] = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise StoreError(
+            f"{path / OPTIMIZER} cannot be read ({error}); remove {path} to use an older one"
+        ) from error
+    return state
+
+
+def _complete(run_dir: Path) -> list[tuple[int, Path]]:
+    folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        return []
+    found = []
+    for entry in folder.iterdir():
+        match = _NAME.fullmatch(entry.name)
+        if match is not None and (entry / COMPLETE).is_file():
+            found.append((int(match[1]), entry))
+    return found

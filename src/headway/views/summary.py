@@ -1,0 +1,131 @@
+"""The summary of a run, as text: printed at the end of it."""
+
+from textwrap import wrap
+
+from rich.text import Text
+
+from headway.views.values import (
+    Row,
+    count,
+    decimal,
+    integer,
+    listing,
+    number,
+    reasons,
+    seconds,
+    section,
+    share,
+    value,
+)
+
+LABEL_WIDTH = 10
+
+
+def summary_text(summary: Row, *, width: int = 80) -> Text:
+    """What `summary.json` says, aligned, in about ten lines of at most `width` characters.
+
+    `str(...)` of the result is plain text; a rich console shows it with a few colours.
+    """
+    reason = str(value(summary, "exit_reason") or "unknown end")
+    style = {"completed": "bold green", "interrupted": "bold yellow"}.get(reason, "bold red")
+    text = Text()
+    text.append(reason.replace("_", " "), style=style)
+    text.append(f"  {_pace(summary)}\n")
+    if message := value(summary, "message"):
+        text.append(f"{message}\n")
+    lines = [
+        ("reward", _reward(summary)),
+        *_evals(summary),
+        ("age", _age(summary)),
+        ("samples", _samples(summary)),
+        ("tokens", _tokens(summary)),
+        ("idle", _idle(summary)),
+    ]
+    for label, line in lines:
+        for index, part in enumerate(wrap(line, width - LABEL_WIDTH)):
+            text.append(f"\n{'' if index else label:<{LABEL_WIDTH}}", style="dim").append(part)
+    return text
+
+
+def _pace(summary: Row) -> str:
+    steps = integer(summary, "steps")
+    parts = [f"{count(steps)} step{'' if steps == 1 else 's'}"]
+    if (wall := number(summary, "wall_seconds")) is not None:
+        parts.append(f"in {seconds(wall)}")
+    text = " ".join(parts)
+    if (each := number(summary, "step_seconds_mean")) is not None:
+        text += f", {seconds(each)} a step"
+    if (seed := integer(summary, "seed")) is not None:
+        text += f", seed {seed}"
+    return text
+
+
+def _reward(summary: Row) -> str:
+    first, last = (number(summary, f"reward_{which}_mean") for which in ("first10", "last10"))
+    if first is None or last is None:
+        return ""
+    return f"{decimal(first)} -> {decimal(last)}  ({last - first:+.3f}, first and last ten batches)"
+
+
+def _evals(summary: Row) -> list[tuple[str, str]]:
+    by_env: dict[str, list[tuple[float, float]]] = {}
+    for row in listing(summary, "eval"):
+        version, reward = number(row, "version"), number(row, "reward_mean")
+        if version is not None and reward is not None:
+            by_env.setdefault(str(value(row, "env")), []).append((version, reward))
+    lines = []
+    for env, points in by_env.items():
+        (v0, first), (v1, last) = points[0], points[-1]
+        line = f"{first:.3f} (version {v0:.0f}), {env}"
+        if len(points) > 1:
+            line = (
+                f"{first:.3f} -> {last:.3f}  "
+                f"({last - first:+.3f}, {env}, version {v0:.0f} to {v1:.0f})"
+            )
+        lines.append(("eval", line))
+    return lines
+
+
+def _age(summary: Row) -> str:
+    age = section(summary, "age")
+    if number(age, "max") is None:
+        return ""
+    guaranteed = integer(age, "guaranteed")
+    bound = "no bound guaranteed" if guaranteed is None else f"guaranteed {guaranteed}"
+    return (
+        f"max {count(number(age, 'max'))}, p99 {count(number(age, 'p99'))}, "
+        f"mean {decimal(number(age, 'mean'), 2)} versions; "
+        f"S = {count(number(age, 'configured'))}, {bound}"
+    )
+
+
+def _samples(summary: Row) -> str:
+    samples = section(summary, "samples")
+    counts = {name: integer(samples, name) for name in samples if name != "admitted"}
+    parts = []
+    for name, total in counts.items():
+        if not total:
+            continue
+        why = reasons(section(samples, "reasons", name))
+        parts.append(f"{total:,} {name}" + (f" ({why})" if why else ""))
+    admitted = integer(samples, "admitted")
+    head = f"{admitted:,} admitted: " if admitted is not None else ""
+    return head + ", ".join(parts) if parts else ""
+
+
+def _tokens(summary: Row) -> str:
+    tokens = section(summary, "tokens")
+    names = ("generated", "trained", "trimmed")
+    line = ", ".join(
+        f"{count(number(tokens, name))} {name}" for name in names if number(tokens, name)
+    )
+    wall, generated = number(summary, "wall_seconds"), number(tokens, "generated")
+    if line and wall and generated:
+        line += f"; {count(generated / wall)}/s"
+    return line
+
+
+def _idle(summary: Row) -> str:
+    idle = section(summary, "idle")
+    shares = {"trainer": number(idle, "trainer"), "engines": number(idle, "engine")}
+    return ", ".join(f"{who} {share(one)}" for who, one in shares.items() if one is not None)
