@@ -43,9 +43,11 @@ def config_for(in_flight: int) -> Config:
             "rollout": {
                 "max_head_offpolicyness": 10**6,
                 "consumer_batch_size": 64,
+                "group_size": 1,
                 "max_concurrent_rollouts": in_flight,
                 "max_batches_ahead": 64,
                 "queue_size": 1024,
+                "group_size": 1,
             },
             "actor": {"advantage": "mean"},
             "eval": {"every": 0},

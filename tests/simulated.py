@@ -37,7 +37,9 @@ def sim_config(**sections: dict[str, Any]) -> Config:
         "rollout": {
             "max_head_offpolicyness": 2,
             "consumer_batch_size": 8,
+            "group_size": 1,
             "max_concurrent_rollouts": 64,
+            "group_size": 1,
             "deadline_seconds": 1000,
         },
         "actor": {"advantage": "mean"},

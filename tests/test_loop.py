@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.ledger import SampleState
 from headway.core.rollout import Batch, Completion, FinishReason, Task
 from headway.core.versions import VersionRuns
 from headway.errors import EngineError, StoreError, TrainerError
@@ -42,8 +43,8 @@ class ScriptedEnvironment:
 def assert_conserved(run: SimulatedRun) -> None:
     run.orchestrator.ledger.check()
     counts = run.orchestrator.ledger.counts
-    assert counts["running"] == counts["finished"] == 0
-    assert counts["accepted"] == len(run.store.leftovers)
+    assert counts[SampleState.RUNNING] == counts[SampleState.FINISHED] == 0
+    assert counts[SampleState.ACCEPTED] == len(run.store.leftovers)
 
 
 workloads = st.fixed_dictionaries(
@@ -90,8 +91,11 @@ def test_every_run_conserves_samples_drains_and_reports_true_ages(w: dict[str, A
     assert_conserved(run)
     counts = run.orchestrator.ledger.counts
     # Near the step target admission closes by itself: nothing is left over, nothing is dropped.
-    assert counts["trained"] == steps * w["batch"] and not run.store.leftovers
-    assert counts["trained"] + counts["rejected"] == run.orchestrator.ledger.num_admitted
+    assert counts[SampleState.TRAINED] == steps * w["batch"] and not run.store.leftovers
+    assert (
+        counts[SampleState.TRAINED] + counts[SampleState.REJECTED]
+        == run.orchestrator.ledger.num_admitted
+    )
     assert [batch.step for batch in run.store.batches] == list(range(steps))
     ids = [t.group.group_id for batch in run.store.batches for t in batch.groups]
     assert len(set(ids)) == len(ids) == steps * w["batch"]
@@ -173,11 +177,11 @@ def test_stop_drains_within_the_window_and_saves_what_is_left(calls: int) -> Non
     run = simulate_in_memory(config, script=script, keep_batches=None)
     assert (run.outcome.exit_reason, run.outcome.exit_code) == ("interrupted", 130)
     assert_conserved(run)
-    dropped = run.orchestrator.ledger.counts["dropped"]
+    dropped = run.orchestrator.ledger.counts[SampleState.DROPPED]
     assert dropped == 0 if calls == 1 else dropped > 0
     assert len(run.store.leftovers) < 8
     if calls == 1:
-        assert run.orchestrator.ledger.counts["batched"] == 0
+        assert run.orchestrator.ledger.counts[SampleState.BATCHED] == 0
     else:
         assert run.virtual_seconds < 41
 
@@ -239,7 +243,7 @@ def test_a_dead_engine_ends_the_run_and_is_named() -> None:
     assert "64 samples failed in a row" in str(run.outcome.message)
     assert "flaky engine: connection reset" in str(run.outcome.message)
     assert_conserved(run)
-    assert run.orchestrator.ledger.reasons["failed"]["infrastructure"] >= 64
+    assert run.orchestrator.ledger.reasons[SampleState.FAILED]["infrastructure"] >= 64
 
 
 class BrokenReward(ScriptedEnvironment):
@@ -302,7 +306,7 @@ def test_a_broken_environment_ends_the_run_with_its_cause(
     assert run.outcome.exit_reason == (reason or "environment_failed")
     assert run.outcome.exit_code == 1
     assert said in str(run.outcome.message)
-    assert run.orchestrator.ledger.counts["trained"] == 0
+    assert run.orchestrator.ledger.counts[SampleState.TRAINED] == 0
     assert_conserved(run)
 
 
@@ -361,7 +365,7 @@ def test_a_source_that_ends_early_ends_the_run_and_one_that_suffices_does_not() 
     short = simulate_in_memory(sim_config(), ports={"source": FiniteTasks(50)})
     assert short.outcome.exit_reason == "tasks_exhausted"
     assert "after 50 samples" in str(short.outcome.message)
-    assert short.orchestrator.ledger.counts["trained"] <= 48
+    assert short.orchestrator.ledger.counts[SampleState.TRAINED] <= 48
     assert_conserved(short)
     enough = simulate_in_memory(sim_config(), ports={"source": FiniteTasks(160)})
     assert enough.outcome.exit_code == 0
@@ -397,7 +401,7 @@ def test_a_trainer_that_never_publishes_is_a_stall_that_names_every_wait() -> No
     message = str(run.outcome.message)
     for said in ("watcher waits for version 1", "submission waits for version", "ship waits for"):
         assert said in message
-    assert run.orchestrator.ledger.counts["batched"] > 0
+    assert run.orchestrator.ledger.counts[SampleState.BATCHED] > 0
     assert_conserved(run)
 
 

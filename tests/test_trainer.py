@@ -407,6 +407,7 @@ def test_failures_are_named_and_not_published(
     batch = make_batch(0)
     nan = np.where(batch.rollouts[0].loss_mask, np.nan, 0).astype(np.float32)
     hand_over(run_dir, with_first_rollout(batch, logprobs=nan))
+    asyncio.run(FolderTrainerLink(run_dir).finish(1))
     source = save_model(tmp_path / "initial")
     assert main(["--run", str(run_dir), "--model", str(source)]) == 1
     assert "must be finite" in capsys.readouterr().err

@@ -5,10 +5,16 @@ applying `--dotted.override` values and turning what is wrong into a message wit
 and "did you mean" lives in `config_file.py`; this module only says what a configuration may be.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from headway.core.advantages import Baseline
 from headway.core.filters import FilterName
@@ -20,8 +26,19 @@ BUILTIN_MODEL = "builtin:arithmetic"
 """The small character-level model that is built and warm-started at first use."""
 
 
+class ImpossibleError(ValueError):
+    """Settings that are valid one by one and cannot work together.
+
+    `problems` holds one `(dotted key within the section, reason)` per combination.
+    """
+
+    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(f"{key}: {reason}" for key, reason in self.problems))
+
+
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused, no silent coercion of strings."""
+    """Base of every section: frozen, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -64,8 +81,9 @@ class RolloutConfig(Section):
     """Samples in flight; `consumer_batch_size` when unset."""
     queue_size: Count = 1024
     """Size of the dispatcher's input and output queue, in samples."""
-    group_size: Count = 1
-    """Rollouts per sample: they share a prompt and an advantage baseline."""
+    group_size: Count = 8
+    """Rollouts per sample: they share a prompt and an advantage baseline. 1 needs
+    `actor.advantage: mean`."""
     max_new_tokens: Count = 64
     """Tokens per model turn."""
     temperature: float = Field(default=1.0, gt=0)
@@ -89,17 +107,17 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        problems = []
         if self.queue_size < self.consumer_batch_size:
-            raise ValueError(
-                f"queue_size ({self.queue_size}) is smaller than consumer_batch_size "
-                f"({self.consumer_batch_size}): no batch could pass; raise queue_size"
+            problems.append(
+                (
+                    "queue_size",
+                    f"{self.queue_size} is smaller than consumer_batch_size "
+                    f"({self.consumer_batch_size}): no batch could pass; raise queue_size",
+                )
             )
-        if FilterName.ZERO_ADVANTAGE in self.filters and self.group_size == 1:
-            object.__setattr__(
-                self,
-                "filters",
-                tuple(f for f in self.filters if f is not FilterName.ZERO_ADVANTAGE),
-            )
+        if problems:
+            raise ImpossibleError(problems)
         return self
 
 
@@ -121,10 +139,9 @@ class ActorConfig(Section):
     use_decoupled_loss: bool = True
     """Clip against recomputed proximal log-probabilities and weight by the capped behaviour ratio;
     off: plain clipped PPO against the behaviour log-probabilities."""
-    recompute_logprobs: bool = Field(
-        default=True, validation_alias=AliasChoices("recompute_logprobs", "recompute_logprob")
-    )
-    """Recompute the batch's log-probabilities under the policy that starts the update."""
+    recompute_logprobs: bool = True
+    """Recompute the batch's log-probabilities under the policy that starts the update. Also read
+    as `recompute_logprob`."""
     advantage: Baseline = Baseline.GRPO
     eps_clip: float = Field(default=0.2, gt=0, lt=1)
     behav_imp_weight_cap: float = Field(default=5.0, gt=0)
@@ -139,13 +156,30 @@ class ActorConfig(Section):
     checkpoint_every: int = Field(default=50, ge=0)
     """Steps between optimizer checkpoints; 0: only at the end."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_spelling(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or "recompute_logprob" not in given:
+            return given
+        given = dict(given)
+        singular = given.pop("recompute_logprob")
+        plural = given.setdefault("recompute_logprobs", singular)
+        if plural is not singular:
+            reason = (
+                f"is the same setting as recompute_logprobs, and they differ ({singular!r} and "
+                f"{plural!r}); keep one"
+            )
+            raise ImpossibleError([("recompute_logprob", reason)])
+        return given
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.use_decoupled_loss and not self.recompute_logprobs:
-            raise ValueError(
-                "use_decoupled_loss needs recompute_logprobs: true (the proximal policy is the one "
-                "that starts the update); turn both on, or both off for plain clipped PPO"
+            reason = (
+                "needs recompute_logprobs: true (the proximal policy is the one that starts the "
+                "update); turn both on, or both off for plain clipped PPO"
             )
+            raise ImpossibleError([("use_decoupled_loss", reason)])
         return self
 
 
@@ -192,14 +226,15 @@ class EvalConfig(Section):
 class EngineConfig(Section):
     """The inference engines."""
 
-    kind: str = Field(default="local", pattern="^(local)$")
+    kind: Literal["local"] = "local"
+    """`local`: the embedded engine, one process each on this machine."""
     count: Count = 1
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first engine, the next ones follow; 0: free ports."""
     update_mode: UpdateMode = UpdateMode.KEEP
     device: str = "auto"
-    dtype: str = Field(default="float32", pattern="^(float32|bfloat16|float16)$")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     num_threads: Count = 1
     """CPU threads of each engine process."""
     num_blocks: Count = 512
@@ -222,17 +257,26 @@ class WeightsConfig(Section):
 
 
 class LatencyConfig(Section):
-    """A distribution of seconds (or ticks). `mean` and `sigma` of the lognormal are of the log."""
+    """A distribution of seconds; only the fields of its `kind` have an effect."""
 
-    kind: str = Field(default="lognormal", pattern="^(constant|uniform|lognormal)$")
+    kind: Literal["constant", "uniform", "lognormal"] = "lognormal"
     value: float = Field(default=1.0, ge=0)
-    """constant"""
+    """`constant`: always this."""
     low: float = Field(default=1.0, ge=0)
+    """`uniform`: the least value."""
     high: float = Field(default=2.0, ge=0)
-    """uniform: `low <= x < high`"""
+    """`uniform`: every value is below this."""
     median: float = Field(default=20.0, gt=0)
+    """`lognormal`: half of the values are below this."""
     sigma: float = Field(default=1.0, ge=0)
-    """lognormal: median, and standard deviation of the logarithm"""
+    """`lognormal`: standard deviation of the logarithm."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.kind == "uniform" and self.high < self.low:
+            reason = f"{self.high:g} is below low ({self.low:g}); swap them"
+            raise ImpossibleError([("high", reason)])
+        return self
 
 
 class SimulateConfig(Section):
@@ -265,8 +309,51 @@ class Config(Section):
         labels = [env.label for env in self.envs]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
-            raise ValueError(f"envs: the name {twice[0]!r} is used twice; give each its own `name`")
+            reason = f"the name {twice[0]!r} is used twice; give each its own `name`"
+            raise ImpossibleError([("envs", reason)])
         return self
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if problems := list(self._contradictions()):
+            raise ImpossibleError(problems)
+        return self
+
+    def _contradictions(self) -> Iterable[tuple[str, str]]:
+        """Settings of different sections that would start a run which cannot end well."""
+        rollout, actor, engine = self.rollout, self.actor, self.engine
+        if rollout.group_size == 1 and actor.advantage is not Baseline.MEAN:
+            yield (
+                "rollout.group_size",
+                f"a lone rollout has no siblings, so actor.advantage: {actor.advantage} is 0 for "
+                "every sample: raise group_size, or set actor.advantage: mean",
+            )
+        if rollout.max_new_tokens >= engine.max_model_len:
+            yield (
+                "rollout.max_new_tokens",
+                f"{rollout.max_new_tokens} tokens leave no room for a prompt within "
+                f"engine.max_model_len ({engine.max_model_len}); lower one or raise the other",
+            )
+        cache_tokens = engine.num_blocks * engine.page_size
+        if cache_tokens < engine.max_model_len:
+            yield (
+                "engine.num_blocks",
+                f"{engine.num_blocks} blocks of {engine.page_size} tokens hold {cache_tokens}, "
+                f"less than a sequence of engine.max_model_len ({engine.max_model_len}), which would "
+                "wait for ever; raise num_blocks",
+            )
+        num_rollouts = rollout.consumer_batch_size * rollout.group_size
+        if actor.ppo_n_minibatches > num_rollouts:
+            yield (
+                "actor.ppo_n_minibatches",
+                f"{actor.ppo_n_minibatches} minibatches cannot be made of the {num_rollouts} "
+                "rollouts of a batch (consumer_batch_size * group_size)",
+            )
+        if engine.port and engine.port + engine.count - 1 > 65535:
+            yield (
+                "engine.port",
+                f"{engine.count} engines from port {engine.port} on pass 65535; lower the port",
+            )
 
     @property
     def warnings(self) -> list[str]:
@@ -289,5 +376,15 @@ class Config(Section):
             found.append(
                 "actor.use_decoupled_loss is off with max_head_offpolicyness > 1: nothing corrects "
                 "for the policy that sampled the data"
+            )
+        if self.run.stall_seconds < rollout.deadline_seconds:
+            found.append(
+                f"run.stall_seconds ({self.run.stall_seconds:g}) is below rollout.deadline_seconds "
+                f"({rollout.deadline_seconds:g}): one slow rollout can end the run as stalled"
+            )
+        if self.actor.optimizer.warmup_steps >= self.run.steps:
+            found.append(
+                f"actor.optimizer.warmup_steps ({self.actor.optimizer.warmup_steps}) is not below "
+                f"run.steps ({self.run.steps}): the learning rate never reaches lr"
             )
         return found

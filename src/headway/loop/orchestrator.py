@@ -77,6 +77,8 @@ class Ports:
     metrics: MetricsSink
     eval_tasks: Sequence[Task] = ()
     watched: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """Added to the first metric row: names of engines, whether this is a simulation."""
 
 
 class Orchestrator:
@@ -341,6 +343,7 @@ class Orchestrator:
                 "batch_size": config.rollout.consumer_batch_size,
                 "group_size": config.rollout.group_size,
                 "max_concurrent": config.rollout.max_concurrent,
+                **self._ports.labels,
             }
         )
         for text in config.warnings:

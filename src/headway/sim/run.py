@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from headway import __version__
 from headway.config import Config
 from headway.core.gate import GateState
 from headway.core.rollout import Task
@@ -65,6 +66,7 @@ def build_simulation(
             for index in range(num_evals)
         ],
         watched={"trainer": trainer.run},
+        labels={"simulated": True, "engines": [engine.name], "headway": __version__},
     )
     return Orchestrator(
         config,

@@ -104,7 +104,7 @@ def evaluation(data: RunData) -> Finding | None:
     if min(changes) > 0:
         return Finding(Tone.GOOD, "Eval rose", text)
     if max(changes) <= 0:
-        return Finding(Tone.BAD, "Eval did not rise", text)
+        return Finding(Tone.NOTE, "Eval did not rise", text)
     return Finding(Tone.NOTE, "Eval is mixed", text)
 
 
