@@ -47,7 +47,6 @@ def config_for(in_flight: int) -> Config:
                 "max_concurrent_rollouts": in_flight,
                 "max_batches_ahead": 64,
                 "queue_size": 1024,
-                "group_size": 1,
             },
             "actor": {"advantage": "mean"},
             "eval": {"every": 0},

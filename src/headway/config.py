@@ -339,8 +339,8 @@ class Config(Section):
             yield (
                 "engine.num_blocks",
                 f"{engine.num_blocks} blocks of {engine.page_size} tokens hold {cache_tokens}, "
-                f"less than a sequence of engine.max_model_len ({engine.max_model_len}), which would "
-                "wait for ever; raise num_blocks",
+                f"less than a sequence of engine.max_model_len ({engine.max_model_len}): it "
+                "would wait for ever; raise num_blocks",
             )
         num_rollouts = rollout.consumer_batch_size * rollout.group_size
         if actor.ppo_n_minibatches > num_rollouts:
