@@ -5,43 +5,58 @@ from typing import Any
 
 import numpy as np
 
+from headway.config import Config
+from headway.core.ages import Ages
+from headway.core.ledger import Ledger
 from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome
 
 
 def summarize(
-    run: Orchestrator, outcome: Outcome, *, wall_seconds: float, versions_of: Mapping[str, str]
+    config: Config,
+    run: Orchestrator | None,
+    outcome: Outcome,
+    *,
+    wall_seconds: float,
+    versions_of: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What `summary.json` holds. Keys are added by later versions, never renamed."""
-    log = run.log
+    """What `summary.json` holds. Keys are added by later versions, never renamed.
+
+    `run` is None when the run ended before its loop began; what was never measured is then null.
+    """
+    log = run.log if run else None
+    ages = log.ages if log else Ages()
     return {
         "exit_reason": outcome.exit_reason,
         "exit_code": outcome.exit_code,
         "message": outcome.message,
-        "steps": log.num_trained,
+        "steps": log.num_trained if log else 0,
         "wall_seconds": wall_seconds,
-        "step_seconds_mean": _mean(log.step_seconds),
-        "reward_first10_mean": _mean(log.rewards[:10]),
-        "reward_last10_mean": _mean(log.rewards[-10:]),
+        "step_seconds_mean": _mean(log.step_seconds) if log else None,
+        "reward_first10_mean": _mean(log.rewards[:10]) if log else None,
+        "reward_last10_mean": _mean(log.rewards[-10:]) if log else None,
         "eval": [
             {"version": one.version, "env": one.env, "reward_mean": one.reward_mean}
-            for one in run.evals
+            for one in (run.evals if run else ())
         ],
         "age": {
-            "configured": run.config.rollout.max_head_offpolicyness,
-            "guaranteed": run.gate.guaranteed_age,
-            **log.ages.summary(),
+            "configured": config.rollout.max_head_offpolicyness,
+            "guaranteed": run.gate.guaranteed_age if run else None,
+            **ages.summary(),
         },
-        "admissions_first_step": log.admissions[0] if log.admissions else None,
-        "admissions_per_step_max": max(log.admissions, default=None),
-        "samples": run.ledger.summary(),
+        "admissions_first_step": log.admissions[0] if log and log.admissions else None,
+        "admissions_per_step_max": max(log.admissions, default=None) if log else None,
+        "samples": (run.ledger if run else Ledger()).summary(),
         "tokens": {
-            "generated": run.engine.num_tokens,
-            "trained": log.num_tokens_trained,
+            "generated": run.engine.num_tokens if run else 0,
+            "trained": log.num_tokens_trained if log else 0,
             "trimmed": 0,
         },
-        "idle": {"trainer": log.trainer_idle_share, "engine": run.engine.idle_share},
-        "seed": run.config.run.seed,
+        "idle": {
+            "trainer": log.trainer_idle_share if log else None,
+            "engine": run.engine.idle_share if run else None,
+        },
+        "seed": config.run.seed,
         "versions_of": dict(versions_of),
     }
 

@@ -64,12 +64,17 @@ class TrainSink:
         return None
 
     def take_batch(self, step: int) -> Batch:
-        """Take the batch that `step` trains. Raises InvariantError when none is full."""
+        """Take the batch that `step` trains: the first `B` to be accepted, in the order of their
+        admission, so that the same samples always make the same batch, whichever finished first.
+
+        Raises InvariantError when none is full.
+        """
         if not self.is_full:
             raise InvariantError(
                 f"batch {step} was taken with {len(self._buffer)} of {self._batch_size} samples"
             )
-        groups = tuple(self._buffer.popleft() for _ in range(self._batch_size))
+        taken = [self._buffer.popleft() for _ in range(self._batch_size)]
+        groups = tuple(sorted(taken, key=lambda trainable: trainable.group.group_id))
         for trainable in groups:
             self._ledger.move(trainable.group.group_id, SampleState.BATCHED)
         return Batch(step=step, groups=groups)

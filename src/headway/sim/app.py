@@ -30,7 +30,9 @@ def simulate(config: Config, *, view: MetricsSink | None = None) -> dict[str, An
             orchestrator = build_simulation(config, metrics=sink)
             outcome = await orchestrator.run()
             seconds = asyncio.get_running_loop().time() - orchestrator.started_at
-            return summarize(orchestrator, outcome, wall_seconds=seconds, versions_of=versions)
+            return summarize(
+                config, orchestrator, outcome, wall_seconds=seconds, versions_of=versions
+            )
 
         summary = run_virtual(main())
         summary["cpu_seconds"] = time.process_time() - started

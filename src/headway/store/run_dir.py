@@ -1,19 +1,23 @@
 """One run directory: where everything lies, and what may become one."""
 
 import errno
-import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
-import yaml
+import msgspec
 
 from headway.config import Config
-from headway.errors import RunDirError
+from headway.config_file import dump_config
+from headway.errors import RunDirError, StoreError
 from headway.ports import MetricsSink
 from headway.store.atomic import atomic_file, write_json
+
+MIN_FREE_BYTES = 64 << 20
+"""A disk with less than this left cannot hold even a short run."""
 
 
 class RunDir:
@@ -31,32 +35,47 @@ class RunDir:
         self.trainer_ready = path / "trainer" / "ready.json"
 
     @classmethod
+    def check(cls, config: Config) -> None:
+        """Refuse a folder that `create` would refuse, before anything expensive is done.
+
+        Raises:
+            RunDirError: see `create`. A folder that cannot be written is found by `create` only.
+        """
+        path = Path(config.run.dir)
+        try:
+            if path.is_dir() and any(path.iterdir()):
+                holds_run = cls(path).config.exists() or cls(path).batches.exists()
+                what = "holds a run already" if holds_run else "is not empty"
+                raise RunDirError(
+                    f"run directory {path} {what}; nothing was touched. Give another one "
+                    "(--run.dir NEW), or move it away"
+                )
+            if path.exists() and not path.is_dir():
+                raise _unusable(path, "it is a file")
+        except OSError as error:
+            raise _unusable(path, _reason(error)) from error
+
+    @classmethod
     def create(cls, config: Config) -> Self:
         """Make `config.run.dir` with its folders and the resolved configuration.
 
         Raises:
             RunDirError: it holds a run already, a file is in the way, or it cannot be written.
         """
-        path = Path(config.run.dir)
-        run_dir = cls(path)
-        if path.is_dir() and any(path.iterdir()):
-            what = "holds a run already" if run_dir.config.exists() else "is not empty"
-            raise RunDirError(
-                f"run directory {path} {what}; nothing was touched. Give another one "
-                "(--run.dir NEW), or move it away"
-            )
+        cls.check(config)
+        run_dir = cls(path := Path(config.run.dir))
         try:
-            for folder in (run_dir.batches, run_dir.weights, run_dir.logs):
-                folder.mkdir(parents=True, exist_ok=True)
-            run_dir.trainer_ready.parent.mkdir(exist_ok=True)
-            content = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+            path.mkdir(parents=True, exist_ok=True)
+            run_dir.batches.mkdir()  # claims the folder: the second of two runs fails here
+            for folder in (run_dir.weights, run_dir.logs, run_dir.trainer_ready.parent):
+                folder.mkdir()
             with atomic_file(run_dir.config) as temporary:
-                temporary.write_text(content, encoding="utf-8")
+                temporary.write_text(dump_config(config), encoding="utf-8")
+            num_free = shutil.disk_usage(path).free
         except OSError as error:
-            raise RunDirError(
-                f"cannot write run directory {path}: {_reason(error)}; give another one "
-                "(--run.dir NEW)"
-            ) from error
+            raise _unusable(path, _reason(error)) from error
+        if num_free < MIN_FREE_BYTES:
+            raise _unusable(path, f"its disk has {num_free >> 20} MiB left")
         return run_dir
 
     def write_versions(self, versions: Mapping[str, str]) -> None:
@@ -72,32 +91,71 @@ class RunDir:
         return JsonLines(self.metrics)
 
 
+def _unusable(path: Path, reason: str) -> RunDirError:
+    return RunDirError(
+        f"cannot use run directory {path}: {reason}. Give another one (--run.dir NEW)"
+    )
+
+
 def _reason(error: OSError) -> str:
+    where = error.filename
     match error.errno:
-        case errno.EEXIST | errno.ENOTDIR:
-            return f"{error.filename} is a file"
+        case errno.EEXIST:
+            return f"{where} exists already (another run, just started?)"
+        case errno.ENOTDIR:
+            return f"{where} lies below a file"
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return f"no permission ({error.filename})"
-        case errno.ENOSPC:
+            return f"no permission to write {where}"
+        case errno.ENOSPC | errno.EDQUOT:
             return "the disk is full"
         case _:
             return str(error)
 
 
 class JsonLines:
-    """A MetricsSink that appends one JSON object a line; line-buffered, so that a crash loses at
-    most the last row. The first write that fails is kept in `error`; rows after it are lost."""
+    """A MetricsSink that appends one JSON object a line.
+
+    Every row is one unbuffered write of a few hundred bytes, which costs about as much as handing
+    it to a thread would, and leaves complete lines behind when the process is killed. What goes
+    wrong must not end the run: the first failure is kept, rows after it are counted, and `close`
+    tells. Numbers that JSON lacks (NaN, infinity) become null.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
-        self.error: OSError | None = None
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._encoder = msgspec.json.Encoder(enc_hook=_plain)
+        self._failure: Exception | None = None
+        self.num_lost = 0
+        """Rows that were not written."""
 
     def emit(self, row: Mapping[str, Any]) -> None:
-        """Append a row."""
+        """Append a row. Raises nothing."""
+        if self._failure is not None:
+            self.num_lost += 1
+            return
         try:
-            self._file.write(json.dumps(row, default=float) + os.linesep)
-        except OSError as error:
-            self.error = self.error or error
+            line = self._encoder.encode(row) + b"\n"
+            while line:  # a nearly full disk takes part of a line
+                line = line[os.write(self._descriptor, line) :]
+        except Exception as error:  # a row of any content must not end the run; close() reports it
+            self._failure = error
+            self.num_lost += 1
+
+    def close(self) -> None:
+        """Close the file; twice does no harm.
+
+        Raises:
+            StoreError: rows were lost.
+        """
+        if self._descriptor < 0:
+            return
+        os.close(self._descriptor)
+        self._descriptor = -1
+        if self._failure is not None:
+            raise StoreError(
+                f"{self.num_lost} metric rows are missing from {self._path}: {self._failure!r}"
+            ) from self._failure
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +166,18 @@ class JsonLines:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            self.close()
+        except StoreError:
+            if error is None:
+                raise
+
+
+def _plain(value: Any) -> Any:
+    """What msgspec does not know: numpy's scalars and arrays; anything else as text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
 
 
 class FanOut:

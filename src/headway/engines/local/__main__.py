@@ -101,7 +101,11 @@ def _load_model(options: argparse.Namespace) -> Any:
         )
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    # The end of the log is what a dead engine leaves behind: nothing in it but news.
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
     torch.set_num_threads(options.num_threads)
     device = options.device
     if device == "auto":

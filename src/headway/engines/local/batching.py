@@ -10,7 +10,6 @@ serve a new request. The price is that a second turn computes its whole prompt a
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -241,8 +240,9 @@ class Batcher:
         return manager
 
     def _watch(self, manager: Any) -> None:
-        # No deadline: the generation thread lives as long as the engine.
-        manager.join(time.perf_counter())
+        # No deadline: the generation thread lives as long as the engine. The manager's own `join`
+        # forgets the thread, and must not be called twice.
+        manager._generation_thread.join()
         if not self._is_stopping:
             self._on_death(repr(manager.background_thread_status.fatal_error))
 

@@ -63,20 +63,16 @@ def checksums(model: Any) -> dict[str, str]:
 
 def _unique_tensors(model: Any) -> dict[str, Tensor]:
     """The model's state, each storage once, under its first name."""
-    seen: dict[int, str] = {}
-    unique = {}
-    for name, tensor in model.state_dict().items():
-        if seen.setdefault(tensor.data_ptr(), name) == name or tensor.numel() == 0:
-            unique[name] = tensor
-    return unique
+    aliases = _aliases(model)
+    return {name: t for name, t in model.state_dict().items() if name not in aliases}
 
 
 def _aliases(model: Any) -> dict[str, str]:
     """Second names of tied tensors, and the first name of each."""
-    seen: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     aliases = {}
     for name, tensor in model.state_dict().items():
-        first = seen.setdefault(tensor.data_ptr(), name)
+        first = first_names.setdefault(tensor.data_ptr(), name)
         if first != name and tensor.numel():
             aliases[name] = first
     return aliases

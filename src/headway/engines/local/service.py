@@ -298,7 +298,8 @@ class LocalService:
     async def checksums(self) -> dict[str, str]:
         """SHA-256 per parameter."""
         async with self._frozen():
-            return await self._in_thread(checksums, self._model)
+            found: dict[str, str] = await self._in_thread(checksums, self._model)
+            return found
 
     async def aclose(self) -> None:
         """Stop the generation thread; requests that wait are cancelled by their handlers."""

@@ -1,0 +1,186 @@
+"""`headway run`: wires the real parts, starts engines and trainer, and ends them again.
+
+Start: run directory, model, environments, then engines and trainer side by side, then the loop.
+End: the loop first, then the trainer (it ends by itself once it has trained what was shipped), then
+the engines, each within its share of `run.shutdown_seconds`; then summary and report.
+"""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway import __version__
+from headway.collector import tame_collector
+from headway.config import Config
+from headway.engines.launch import LocalEngines, start_local_engines
+from headway.envs.registry import Tasks, load_tasks
+from headway.errors import HeadwayError, TrainerError
+from headway.loop.orchestrator import Orchestrator, Ports
+from headway.loop.outcome import Outcome, outcome_of
+from headway.loop.summary import summarize
+from headway.ports import MetricsSink
+from headway.processes import ManagedProcess
+from headway.store.run_dir import FanOut, RunDir
+from headway.store.run_store import ParquetRunStore
+from headway.trainer.link import FolderTrainerLink
+from headway.versions_of import versions_of
+from headway.views.report import write_report
+from headway.weights.folder import FolderWeightChannel
+
+
+def run(config: Config, *, model_dir: Path, view: MetricsSink | None = None) -> dict[str, Any]:
+    """Run to the end and return the summary; `exit_code` in it says how it went.
+
+    Args:
+        config: the resolved configuration.
+        model_dir: folder of the initial model (`builtin_model.ensure_model`).
+        view: shows metric rows while it runs.
+
+    Raises:
+        ConfigError, RunDirError: nothing was started.
+    """
+    tasks = load_tasks(config, model_dir)
+    run_dir = RunDir.create(config)
+    versions = versions_of(engine=f"headway {config.engine.kind}", trainer="headway reference")
+    run_dir.write_versions(versions)
+    tame_collector()
+    with run_dir.open_metrics() as rows:
+        sink = FanOut(rows, view)
+        real = _RealRun(config, run_dir, model_dir, tasks, sink)
+        summary = asyncio.run(real.main(versions))
+        sink.emit({"kind": "summary", "time": summary["wall_seconds"], **summary})
+    run_dir.write_summary(summary)
+    write_report(run_dir.path)
+    return summary
+
+
+class _RealRun:
+    """One run with real processes."""
+
+    def __init__(
+        self, config: Config, run_dir: RunDir, model_dir: Path, tasks: Tasks, metrics: MetricsSink
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._model_dir = model_dir
+        self._tasks = tasks
+        self._metrics = metrics
+
+    async def main(self, versions: Mapping[str, str]) -> dict[str, Any]:
+        """Start, run, stop; there is a summary whatever happens."""
+        started_at = time.monotonic()
+        trainer = self._trainer()
+        engines: LocalEngines | None = None
+        orchestrator: Orchestrator | None = None
+        try:
+            try:
+                engines = await self._start(trainer)
+            except (HeadwayError, ExceptionGroup) as error:
+                outcome = outcome_of(error)
+            else:
+                orchestrator = self._orchestrator(trainer, engines)
+                outcome = await self._loop(orchestrator)
+                outcome = await self._end_trainer(trainer, outcome)
+        finally:
+            # Whatever raised above: no process outlives the run.
+            window = self._config.run.shutdown_seconds / 2
+            await trainer.stop(window)
+            if engines:
+                await engines.stop(window)
+        return summarize(
+            self._config,
+            orchestrator,
+            outcome,
+            wall_seconds=time.monotonic() - started_at,
+            versions_of=versions,
+        )
+
+    def _trainer(self) -> ManagedProcess:
+        arguments = ["--run", str(self._run_dir.path), "--model", str(self._model_dir)]
+        return ManagedProcess(
+            name="trainer",
+            command=[sys.executable, "-m", "headway.trainer", *arguments],
+            log_path=self._run_dir.logs / "trainer.log",
+            env={"OMP_NUM_THREADS": str(self._config.actor.num_threads)},
+            error=TrainerError,
+        )
+
+    async def _start(self, trainer: ManagedProcess) -> LocalEngines:
+        """Engines and trainer side by side. Raises HeadwayErrors in a group."""
+        config = self._config
+
+        async def trainer_is_ready() -> bool:
+            return self._run_dir.trainer_ready.exists()
+
+        async def start_trainer() -> None:
+            await trainer.start()
+            await trainer.wait_ready(trainer_is_ready, config.run.start_seconds)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(start_trainer())
+            engines = group.create_task(
+                start_local_engines(
+                    config.engine,
+                    model_dir=self._model_dir,
+                    logs_dir=self._run_dir.logs,
+                    start_seconds=config.run.start_seconds,
+                    seed=config.run.seed,
+                )
+            )
+        return engines.result()
+
+    def _orchestrator(self, trainer: ManagedProcess, engines: LocalEngines) -> Orchestrator:
+        config = self._config
+        watched = {process.name: process.watch for process in (trainer, *engines.processes)}
+        ports = Ports(
+            engine=engines.pool,
+            environments=self._tasks.environments,
+            source=self._tasks.source,
+            trainer=FolderTrainerLink(self._run_dir.path),
+            channel=FolderWeightChannel(self._run_dir.weights, config.weights.poll_seconds),
+            store=ParquetRunStore(self._run_dir.path, {"headway": __version__}),
+            metrics=self._metrics,
+            eval_tasks=self._tasks.eval_tasks if config.eval.every else (),
+            watched=watched,
+            labels={
+                "simulated": False,
+                "engines": [process.name for process in engines.processes],
+                "headway": __version__,
+            },
+        )
+        return Orchestrator(config, ports)
+
+    async def _loop(self, orchestrator: Orchestrator) -> Outcome:
+        """Run the loop; the first SIGINT or SIGTERM drains it, a second one cuts the drain off."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, orchestrator.stop, 128 + number)
+        try:
+            return await orchestrator.run()
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def _end_trainer(self, trainer: ManagedProcess, outcome: Outcome) -> Outcome:
+        """Let the trainer save and end by itself; one that cannot fails the run."""
+        trainer.expect_exit()
+        if outcome.error is not None:
+            return outcome
+        window = self._config.run.shutdown_seconds
+        try:
+            async with asyncio.timeout(window):
+                await trainer.watch()
+        except TimeoutError:
+            return outcome_of(
+                TrainerError(
+                    f"the trainer did not save and end within {window:g} s after the last batch "
+                    "(run.shutdown_seconds)"
+                )
+            )
+        except TrainerError as error:
+            return outcome_of(error)
+        return outcome
