@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -342,11 +343,7 @@ def test_bad_requests_are_refused_with_the_reason(
     body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 30}, **change}
     status, answer = bench.run(bench.post("/inference/v1/generate", body))
     assert status == (404 if "model" in change else 400)
-    pytest.raises(EngineError, _raise, answer["error"]["message"]).match(message)
-
-
-def _raise(message: str) -> None:
-    raise EngineError(message)
+    assert re.search(message, answer["error"]["message"])
 
 
 def test_other_bad_calls_are_refused_with_the_reason(bench: Bench) -> None:

@@ -59,6 +59,7 @@ class RunConfig(Section):
     steps: Count = 100
     """Step target: batches to train."""
     seed: int = Field(default=0, ge=0)
+    """Of everything random: tasks, sampling order, warm start."""
     max_empty_batches: Count = 3
     """Consecutive batches' worth of samples with nothing trainable that end the run."""
     shutdown_seconds: Seconds = 20.0
@@ -68,6 +69,7 @@ class RunConfig(Section):
     stall_seconds: Seconds = 600.0
     """No sample finished, no batch shipped and no version published for this long ends the run."""
     metrics_interval_seconds: Seconds = 1.0
+    """Between two `interval` rows of metrics.jsonl."""
 
 
 class RolloutConfig(Section):
@@ -87,6 +89,7 @@ class RolloutConfig(Section):
     max_new_tokens: Count = 64
     """Tokens per model turn."""
     temperature: float = Field(default=1.0, gt=0)
+    """Of sampling; log-probabilities are of the distribution that was sampled from."""
     deadline_seconds: Seconds = 300.0
     """For one rollout, all its turns and its environment included."""
     max_infrastructure_retries: int = Field(default=3, ge=0)
@@ -125,10 +128,15 @@ class OptimizerConfig(Section):
     """AdamW with linear warm-up."""
 
     lr: float = Field(default=3e-4, gt=0)
+    """Learning rate after warm-up."""
     warmup_steps: int = Field(default=5, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
     weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the gradient's running mean."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the squared gradient's running mean."""
     gradient_clipping: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient over all parameters."""
 
@@ -143,14 +151,20 @@ class ActorConfig(Section):
     """Recompute the batch's log-probabilities under the policy that starts the update. Also read
     as `recompute_logprob`."""
     advantage: Baseline = Baseline.GRPO
+    """What a rollout's reward is compared with: its group (`grpo`, `grpo_no_std`, `rloo`), or all
+    rewards so far (`mean`)."""
     eps_clip: float = Field(default=0.2, gt=0, lt=1)
+    """The policy ratio is clipped to `1 - eps_clip .. 1 + eps_clip`."""
     behav_imp_weight_cap: float = Field(default=5.0, gt=0)
     """Largest behaviour weight, proximal over behaviour probability of a token."""
     ppo_n_minibatches: Count = 1
+    """Optimizer steps per batch, each on its share of the rollouts."""
     micro_batch_tokens: Count = 16384
     """Padded or packed tokens per forward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW."""
     device: str = "auto"
+    """A PyTorch device; `auto`: a GPU if there is one."""
     num_threads: Count = 1
     """CPU threads of the trainer process."""
     checkpoint_every: int = Field(default=50, ge=0)
@@ -204,6 +218,7 @@ class EnvironmentConfig(Section):
     weight: float = Field(default=1.0, gt=0)
     """Share of the prompts, relative to the others'."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """Passed on to the environment."""
 
     @property
     def label(self) -> str:
@@ -221,6 +236,7 @@ class EvalConfig(Section):
     max_concurrent: Count = 16
     """Eval rollouts in flight, beside the training ones."""
     temperature: float = Field(default=1.0, ge=0)
+    """Of sampling; 0 is greedy."""
 
 
 class EngineConfig(Section):
@@ -229,17 +245,24 @@ class EngineConfig(Section):
     kind: Literal["local"] = "local"
     """`local`: the embedded engine, one process each on this machine."""
     count: Count = 1
+    """Engines in the pool."""
     host: str = "127.0.0.1"
+    """Where the engines listen."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first engine, the next ones follow; 0: free ports."""
     update_mode: UpdateMode = UpdateMode.KEEP
+    """What happens to running requests when the weights change: `keep` them (they go on under the
+    new weights), `interrupt` and resubmit them, or let them `finish` first."""
     device: str = "auto"
+    """A PyTorch device; `auto`: a GPU if there is one."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights while sampling."""
     num_threads: Count = 1
     """CPU threads of each engine process."""
     num_blocks: Count = 512
     """Key/value cache blocks of `page_size` tokens."""
     page_size: Count = 16
+    """Tokens per cache block."""
     max_batch_tokens: Count = 1024
     """Tokens per forward pass."""
     max_model_len: Count = 1024
@@ -254,12 +277,14 @@ class WeightsConfig(Section):
     keep_last: int = Field(default=4, ge=3)
     """Versions kept on disk."""
     poll_seconds: Seconds = 0.02
+    """How often the watcher looks for a new version."""
 
 
 class LatencyConfig(Section):
     """A distribution of seconds; only the fields of its `kind` have an effect."""
 
     kind: Literal["constant", "uniform", "lognormal"] = "lognormal"
+    """Shape of the distribution."""
     value: float = Field(default=1.0, ge=0)
     """`constant`: always this."""
     low: float = Field(default=1.0, ge=0)
@@ -283,12 +308,17 @@ class SimulateConfig(Section):
     """The stated workload of `headway simulate`; seconds are virtual."""
 
     rollout_seconds: LatencyConfig = LatencyConfig()
+    """How long one engine request takes."""
     tokens_per_second: float = Field(default=50.0, gt=0)
     """Per rollout: its length is its latency times this."""
     prompt_tokens: Count = 16
+    """Length of every prompt."""
     reward_probability: float = Field(default=0.5, ge=0, le=1)
+    """A rollout's reward is 1 this often, else 0."""
     train_seconds: float = Field(default=10.0, ge=0)
+    """Per batch."""
     weight_sync_seconds: float = Field(default=0.2, ge=0)
+    """From new weights to engines that serve them."""
 
 
 class Config(Section):

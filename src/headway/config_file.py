@@ -21,8 +21,9 @@ from headway.errors import ConfigError
 MAX_BYTES = 1 << 20
 """A larger file is no configuration: most likely the wrong file was named."""
 
-_STR, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float"))
-_KEPT = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:null")
+_STR, _INT, _FLOAT, _BOOL, _NULL, _MAP, _SEQ = (
+    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,7 +49,7 @@ _Loader.add_constructor(_INT, lambda loader, node: _number(node.value))
 _Loader.add_constructor(_FLOAT, lambda loader, node: _number(node.value))
 for _kind in (_Loader, _Dumper):
     _kind.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in (_BOOL, _NULL)]
         for first, resolvers in _kind.yaml_implicit_resolvers.items()
     }
     _kind.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9][0-9_]*$"), [*"-+0123456789"])
@@ -95,9 +96,12 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """YAML of the whole configuration, which loads back equal."""
+    """YAML of the whole configuration, which loads back equal.
+
+    Other characters than ASCII are escaped: PyYAML writes some of them (NEL) as line breaks.
+    """
     content = config.model_dump(mode="json")
-    return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
+    return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=100))
 
 
 class _Draft:
@@ -156,6 +160,9 @@ class _Draft:
 
         if node in parents:
             self._wrong(key, "refers to itself; write the values out", line_of(node))
+            return None
+        if node.tag not in (_STR, _INT, _FLOAT, _BOOL, _NULL, _MAP, _SEQ):
+            self._wrong(key, f"the tag {node.tag} has no meaning here; remove it", line_of(node))
             return None
         parents = (*parents, node)
         if isinstance(node, yaml.SequenceNode):

@@ -159,11 +159,11 @@ def _section(key: Key) -> type[Section]:
     model: type[Section] = Config
     for part in key:
         if isinstance(part, str):
-            model = _model_of(model.model_fields[part].annotation) or model
+            model = section_of(model.model_fields[part].annotation) or model
     return model
 
 
-def _model_of(annotation: Any) -> type[Section] | None:
+def section_of(annotation: Any) -> type[Section] | None:
     """The section that an annotation holds, itself or as a tuple's entry."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
@@ -174,7 +174,7 @@ def _model_of(annotation: Any) -> type[Section] | None:
 def _leaves(model: type[Section], prefix: Key) -> Iterator[Key]:
     """Every key of the configuration that holds a value; lists by their first entry."""
     for name, field in model.model_fields.items():
-        inner = _model_of(field.annotation)
+        inner = section_of(field.annotation)
         if inner is None:
             yield (*prefix, name)
         else:

@@ -89,10 +89,12 @@ async def start_local_engines(
     start_seconds: float,
     version: int = 0,
     seed: int | None = None,
+    clear_cache: bool = True,
 ) -> LocalEngines:
     """Start `config.count` engines on the weights in `model_dir`, and wait until all are ready.
 
-    `seed` of the first engine's sampling, the next ones count up. Logs go to
+    `seed` of the first engine's sampling, the next ones count up. `clear_cache` as in
+    `VllmEngine`: off, an update in mode keep costs no recomputation. Logs go to
     `logs_dir/engine-0.log` and so on. Raises EngineError with the log's last lines when one dies
     or is late; then none is left running.
     """
@@ -116,6 +118,7 @@ async def start_local_engines(
                 url=f"http://{config.host}:{port}",
                 model=MODEL_NAME,
                 update_mode=config.update_mode,
+                clear_cache=clear_cache,
             )
         )
     pool = EnginePool(engines, update_seconds=config.update_seconds, version=version)

@@ -94,8 +94,8 @@ class EnginePool:
             *(self._update(engine, weights) for engine in self._engines), return_exceptions=True
         )
         failures = [result for result in results if isinstance(result, BaseException)]
-        for failure in failures:
-            raise failure
+        if failures:
+            raise failures[0]
         self._version = weights.version
 
     async def statistics(self) -> Mapping[str, EngineStatistics]:

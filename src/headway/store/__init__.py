@@ -1,0 +1,1 @@
+"""The run on disk: its directory, its batches, its metric rows."""

@@ -1,6 +1,7 @@
 """One run directory: where everything lies, and what may become one."""
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -118,7 +119,8 @@ class JsonLines:
     Every row is one unbuffered write of a few hundred bytes, which costs about as much as handing
     it to a thread would, and leaves complete lines behind when the process is killed. What goes
     wrong must not end the run: the first failure is kept, rows after it are counted, and `close`
-    tells. Numbers that JSON lacks (NaN, infinity) become null.
+    raises. As a context manager it logs instead, so that the summary is still written. Numbers
+    that JSON lacks (NaN, infinity) become null.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,9 +170,8 @@ class JsonLines:
     ) -> None:
         try:
             self.close()
-        except StoreError:
-            if error is None:
-                raise
+        except StoreError as failure:
+            logging.getLogger(__name__).error("%s", failure)
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Reading a weights folder: everything is checked before anything is changed."""
 
+import copy
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -115,9 +116,13 @@ def _read_through_transformers(
     difference = _difference(wanted, found)
     try:
         loaded, report = type(model).from_pretrained(
-            folder, dtype=model.dtype, output_loading_info=True, local_files_only=True
+            folder,
+            config=copy.deepcopy(model.config),
+            dtype=model.dtype,
+            output_loading_info=True,
+            local_files_only=True,
         )
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:  # every architecture has its own ways to refuse a folder
         raise CheckpointError(f"{folder}: {difference}; {error}") from error
     if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
         raise CheckpointError(f"{folder}: {difference}")

@@ -1,0 +1,206 @@
+"""The command line: `headway run`, `simulate` and `report`.
+
+`main` returns the exit code and never lies about it: 0 completed, 1 failed, 2 bad configuration or
+usage, 3 a broken invariant (a bug in Headway), 130 Ctrl-C. Modules are imported where they are
+used, so that `headway --help` answers at once.
+"""
+
+import difflib
+import json as json_module
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from headway import __version__
+from headway.errors import ConfigError, HeadwayError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headway.config import Config
+
+DEBUG_VARIABLE = "HEADWAY_DEBUG"
+"""Set to 1, it shows the traceback of errors that are otherwise one line."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
+
+Arguments = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+Json = Annotated[
+    bool,
+    Parameter(
+        negative=(),
+        show_default=False,
+        help="Print the summary as JSON, and nothing else, to stdout.",
+    ),
+]
+Quiet = Annotated[
+    bool,
+    Parameter(
+        negative=(),
+        show_default=False,
+        help="No view while it runs; errors and the summary remain.",
+    ),
+]
+
+app = App(
+    name="headway",
+    version=__version__,
+    version_flags=["--version"],
+    help="The control loop between generation and training in asynchronous RL post-training.",
+    help_format="plaintext",
+    help_epilogue="Start with: headway run examples/demo.yaml",
+)
+
+
+@app.command(
+    sort_key=1, usage="Usage: headway run [CONFIG.yaml] [--section.field VALUE]... [OPTIONS]"
+)
+def run(*arguments: Arguments, json: Json = False, quiet: Quiet = False) -> int:
+    """Run a configuration: start engines and trainer, train to the step target, report.
+
+    Without CONFIG.yaml the defaults are run, which are the embedded demo.
+    Every field of the configuration can be given as an option; docs/configuration.md lists them.
+
+    Try:
+
+    headway run examples/demo.yaml
+
+    headway run examples/demo.yaml --run.dir runs/s4 --rollout.max_head_offpolicyness 4
+
+    headway run my.yaml --actor.optimizer.lr=1e-4 --envs.0.args '{size: 1000}' --json
+    """
+    config = _load(arguments)
+    console = _console(to_stderr=json)
+    from headway.store.run_dir import RunDir
+
+    RunDir.check(config)
+    from headway.app import run as run_config
+    from headway.builtin_model import ensure_model
+    from headway.views.terminal import TerminalView
+
+    model_dir = ensure_model(config.model, seed=config.run.seed, progress=console.print)
+    if quiet:
+        summary: Mapping[str, Any] = run_config(config, model_dir=model_dir)
+    else:
+        with TerminalView(console) as view:
+            summary = run_config(config, model_dir=model_dir, view=view)
+    return _finish(config, summary, json)
+
+
+@app.command(
+    sort_key=2, usage="Usage: headway simulate [WORKLOAD.yaml] [--section.field VALUE]... [OPTIONS]"
+)
+def simulate(*arguments: Arguments, json: Json = False, quiet: Quiet = False) -> int:
+    """Run the same control loop on a stated workload, in virtual time: hours pass in seconds.
+
+    WORKLOAD.yaml is a configuration; its section `simulate` states how long things take.
+    Nothing is generated or trained.
+
+    Try:
+
+    headway simulate examples/demo.yaml --run.dir runs/sim
+
+    headway simulate --simulate.train_seconds 30 --rollout.max_concurrent_rollouts 48 --json
+    """
+    config = _load(arguments)
+    from headway.sim.app import simulate as simulate_config
+    from headway.views.terminal import TerminalView
+
+    if quiet:
+        return _finish(config, simulate_config(config), json)
+    with TerminalView(_console(to_stderr=json)) as view:
+        summary = simulate_config(config, view=view)
+    return _finish(config, summary, json)
+
+
+@app.command(sort_key=3)
+def report(run_dir: Annotated[Path, Parameter(name="RUN", help="A run directory.")], /) -> int:
+    """Write report.html and plots/*.png of a run, finished or not, into its directory.
+
+    Try:
+
+    headway report runs/demo-1
+    """
+    from headway.views.report import write_report
+
+    print(write_report(run_dir))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (default: this process's own) and return its exit code."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as error:
+        return _fail(_usage(error, words), 2)
+    except HeadwayError as error:
+        return _fail(str(error), error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {error.strerror}", 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    # --help and --version return nothing.
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    if os.environ.get(DEBUG_VARIABLE) == "1":
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _usage(error: CycloptsError, words: Sequence[str]) -> str:
+    """cyclopts' message, with a suggestion for options too."""
+    if words and words[0].startswith("-"):
+        near = difflib.get_close_matches(words[0], ["--help", "--version"], n=1)
+        return f"unknown option {words[0]}" + (f"; did you mean {near[0]}?" if near else "")
+    return " ".join(str(error).split()) + " (see headway --help)"
+
+
+def _load(arguments: Sequence[str]) -> "Config":
+    """The configuration of `[CONFIG] [--section.field VALUE]...`; its warnings go to stderr."""
+    from headway.config import Config
+    from headway.config_file import load_config
+
+    words = list(arguments)
+    path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+    flags = ["--json", "--quiet", "--help"]
+    for word in words:
+        name = word.partition("=")[0]
+        near = difflib.get_close_matches(name, flags, n=1, cutoff=0.7)
+        if name.startswith("-") and near and name.removeprefix("--") not in Config.model_fields:
+            raise ConfigError(f"unknown option {name}; did you mean {near[0]}?")
+    config = load_config(path, words)
+    for warning in config.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return config
+
+
+def _console(*, to_stderr: bool) -> "Console":
+    """Where people look: stdout, or stderr when stdout is for a script."""
+    from rich.console import Console
+
+    return Console(stderr=to_stderr)
+
+
+def _finish(config: "Config", summary: Mapping[str, Any], as_json: bool) -> int:
+    """Print the summary of a run that was started, and say how it went."""
+    if as_json:
+        print(json_module.dumps(summary, indent=2))
+    else:
+        from headway.views.summary import summary_text
+
+        console = _console(to_stderr=False)
+        console.print(summary_text(summary, width=min(console.width, 100)))
+        console.print(f"\n{'files':<10}{config.run.dir}", markup=False, highlight=False)
+    return int(summary["exit_code"])
