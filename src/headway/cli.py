@@ -84,7 +84,7 @@ def run(*arguments: Arguments, json: Json = False, quiet: Quiet = False) -> int:
     from headway.builtin_model import ensure_model
     from headway.views.terminal import TerminalView
 
-    model_dir = ensure_model(config.model, seed=config.run.seed, progress=console.print)
+    model_dir = ensure_model(config.model, seed=config.run.seed, progress=console.out)
     if quiet:
         summary: Mapping[str, Any] = run_config(config, model_dir=model_dir)
     else:

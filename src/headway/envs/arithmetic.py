@@ -11,13 +11,12 @@ model leaves them out as well.
 """
 
 import dataclasses
-import difflib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from headway.core.rollout import Completion, FinishReason, Task
-from headway.envs.text import TextCodec
+from headway.envs.text import TextCodec, did_you_mean
 from headway.errors import ConfigError, EnvironmentFailure
 from headway.ports import Score, Transcript
 
@@ -268,12 +267,6 @@ def create_arithmetic(
         name, problems, tokenizer, answer_after=answer_after, partial_credit=partial_credit
     )
     return environment, ArithmeticTasks(name, problems, split=split, prompt=prompt)
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A hint to append to a message; empty when nothing known is close."""
-    close = difflib.get_close_matches(given, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _seed(seed: int, split: str) -> int:

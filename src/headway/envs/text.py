@@ -1,6 +1,7 @@
 """From text to token ids and back: what environments need of a tokenizer, and no more."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,12 @@ def load_tokenizer(folder: Path) -> TextCodec:
         return _FastCodec(Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises plain Exception for any unreadable file
         raise ConfigError(f"model.path: {path} is not a readable tokenizer: {error}") from error
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A hint to append to a message; empty when nothing known is close."""
+    close = difflib.get_close_matches(given, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class _FastCodec:
