@@ -103,7 +103,7 @@ def test_advantages_follow_their_formulas(rewards: list[float]) -> None:
 
 
 def reason(rewards: Sequence[float], *filters: FilterName, **rollout_args: object) -> str | None:
-    finished = group(rewards=rewards, **rollout_args)
+    finished = group(0, rewards, **rollout_args)
     return rejection(finished, group_advantages(finished.rewards, Baseline.GRPO), filters)
 
 

@@ -6,6 +6,7 @@ the engines, each within its share of `run.shutdown_seconds`; then summary and r
 """
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -62,7 +63,12 @@ class _RealRun:
     """One run with real processes."""
 
     def __init__(
-        self, config: Config, run_dir: RunDir, model_dir: Path, tasks: Tasks, metrics: MetricsSink
+        self,
+        config: Config,
+        run_dir: RunDir,
+        model_dir: Path,
+        tasks: Tasks,
+        metrics: MetricsSink,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
@@ -101,6 +107,7 @@ class _RealRun:
 
     def _trainer(self) -> ManagedProcess:
         arguments = ["--run", str(self._run_dir.path), "--model", str(self._model_dir)]
+        arguments += ["--parent-pid", str(os.getpid())]
         return ManagedProcess(
             name="trainer",
             command=[sys.executable, "-m", "headway.trainer", *arguments],
@@ -144,7 +151,7 @@ class _RealRun:
             channel=FolderWeightChannel(self._run_dir.weights, config.weights.poll_seconds),
             store=ParquetRunStore(self._run_dir.path, {"headway": __version__}),
             metrics=self._metrics,
-            eval_tasks=self._tasks.eval_tasks if config.eval.every else (),
+            eval_tasks=self._tasks.eval_tasks,
             watched=watched,
             labels={
                 "simulated": False,

@@ -63,6 +63,8 @@ class Problems:
         split: str,
         held_out: int = HELD_OUT,
     ) -> None:
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise ConfigError(f"args.parameters: a mapping of names to values, not {parameters!r}")
         if dataset == DATASET:
             parameters = {**PARAMETERS, **(parameters or {})}
         self.name = dataset
@@ -288,8 +290,6 @@ def _create(dataset: str, parameters: Mapping[str, Any], seed: int) -> Any:
     if not isinstance(dataset, str) or dataset not in DATASETS:
         hint = did_you_mean(str(dataset), DATASETS)
         raise ConfigError(f"args.dataset: reasoning-gym has no dataset {dataset!r}{hint}")
-    if not isinstance(parameters, Mapping):
-        raise ConfigError(f"args.parameters: a mapping of names to values, not {parameters!r}")
     known = {field.name for field in dataclasses.fields(DATASETS[dataset][1])} - {*RESERVED}
     for key in parameters:
         if key in RESERVED:

@@ -11,6 +11,7 @@ tasks; `tokenizer` is a `headway.envs.text.TextCodec`; `args` come from the conf
 `examples/own_environment.py` is a whole one.
 """
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -36,39 +37,25 @@ GIVEN = ("name", "tokenizer", "seed", "split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedEnvironments:
-    """What the control loop needs of the configured environments, all by their names."""
+class Tasks:
+    """What the control loop needs of the configured environments."""
 
     environments: Mapping[str, Environment]
+    """By name."""
     source: TaskSource
     """Training tasks of all of them, mixed by weight."""
-    eval_sources: Mapping[str, TaskSource]
-    """Held-out tasks; empty when there is no evaluation."""
-
-    async def eval_tasks(self, num_tasks: int) -> list[Task]:
-        """The first `num_tasks` held-out tasks of every environment. Call once.
-
-        Raises:
-            ConfigError: when an environment has fewer.
-        """
-        tasks = []
-        for name, source in self.eval_sources.items():
-            for count in range(num_tasks):
-                task = await source.next_task()
-                if task is None:
-                    raise ConfigError(
-                        f"eval.num_tasks: environment {name!r} has only {count} held-out tasks, "
-                        f"not {num_tasks}; lower eval.num_tasks or give it more"
-                    )
-                tasks.append(task)
-        return tasks
+    eval_tasks: tuple[Task, ...]
+    """The first `eval.num_tasks` held-out tasks of each; none when `eval.every` is 0."""
 
 
-def load_environments(config: Config, model_folder: Path) -> LoadedEnvironments:
-    """Resolve and create every environment of the configuration. May take seconds: it imports.
+def load_tasks(config: Config, model_folder: Path) -> Tasks:
+    """Resolve and create every environment of the configuration.
+
+    May take seconds, since it imports what environments need. Call it before the event loop runs:
+    it runs one of its own to take the eval tasks.
 
     Args:
-        config: `envs`, `run.seed`, and whether there is evaluation.
+        config: its `envs`, `eval` and `run.seed`.
         model_folder: where the tokenizer is.
 
     Raises:
@@ -77,7 +64,7 @@ def load_environments(config: Config, model_folder: Path) -> LoadedEnvironments:
     tokenizer = load_tokenizer(model_folder)
     environments: dict[str, Environment] = {}
     sources: dict[str, TaskSource] = {}
-    eval_sources: dict[str, TaskSource] = {}
+    eval_tasks: list[Task] = []
     for index, one in enumerate(config.envs):
         where = f"envs[{index}] ({one.label})"
         factory = _factory(one.id, where)
@@ -85,15 +72,28 @@ def load_environments(config: Config, model_folder: Path) -> LoadedEnvironments:
             factory, one, where, tokenizer=tokenizer, seed=config.run.seed, split="train"
         )
         if config.eval.every:
-            _, eval_sources[one.label] = _create(
+            _, held_out = _create(
                 factory, one, where, tokenizer=tokenizer, seed=config.run.seed, split="eval"
             )
-    weights = [one.weight for one in config.envs]
-    return LoadedEnvironments(
+            eval_tasks += asyncio.run(_take(held_out, config.eval.num_tasks, where))
+    return Tasks(
         environments=environments,
-        source=MixedTasks(sources, weights),
-        eval_sources=eval_sources,
+        source=MixedTasks(sources, [one.weight for one in config.envs]),
+        eval_tasks=tuple(eval_tasks),
     )
+
+
+async def _take(source: TaskSource, num_tasks: int, where: str) -> list[Task]:
+    tasks: list[Task] = []
+    for _ in range(num_tasks):
+        task = await source.next_task()
+        if task is None:
+            raise ConfigError(
+                f"eval.num_tasks: {where} has only {len(tasks)} held-out tasks, not {num_tasks}; "
+                "lower eval.num_tasks or let the environment hold out more"
+            )
+        tasks.append(task)
+    return tasks
 
 
 def _factory(identifier: str, where: str) -> Callable[..., Any]:
@@ -183,7 +183,10 @@ def _check_args(factory: Callable[..., Any], args: Mapping[str, Any], where: str
     for key in args:
         if key in GIVEN:
             raise ConfigError(f"{where}: args.{key} is set by the run; leave it out")
-    parameters = inspect.signature(factory).parameters
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # some callables written in C have none: the call itself will tell
+        return
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return
     own = [name for name in parameters if name not in GIVEN]

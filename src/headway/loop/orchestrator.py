@@ -59,6 +59,9 @@ from headway.ports import (
     WeightChannel,
 )
 
+UPDATE_GRACE_SECONDS = 15.0
+"""The pool's own deadline for each engine comes first, because its message names the engine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
@@ -158,7 +161,7 @@ class Orchestrator:
             engine=self.engine,
             policy=self.policy,
             waits=self.waits,
-            update_seconds=config.engine.update_seconds,
+            update_seconds=config.engine.update_seconds + UPDATE_GRACE_SECONDS,
             on_served=self._on_served,
         )
         self.metrics_loop = MetricsLoop(

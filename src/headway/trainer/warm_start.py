@@ -66,15 +66,15 @@ def demonstration(expression: str, rng: random.Random, *, direct: float, slip: f
     Example:
         `"4-1-7"` gives `"-4"`, `"4-1=3,3-7=-4"`, or with a slip `"4-1=5,5-7=-2"`.
     """
-    first, *others = [int(term) for term in re.findall(r"[+-]?\d+", expression)]
+    first, *others = re.findall(r"[+-]?\d+", expression)
     if rng.random() < direct:
-        return str(first + sum(others))
-    total, steps = first, []
+        return str(sum(map(int, (first, *others))))
+    total, steps = int(first), []
     for term in others:
-        result = total + term
+        result = total + int(term)
         if rng.random() < slip:
             result += rng.choice((-1, 1)) * rng.randint(1, 9)
-        steps.append(f"{total}{term:+d}={result}")
+        steps.append(f"{total}{term}={result}")
         total = result
     return ",".join(steps)
 
