@@ -23,7 +23,7 @@ from headway.envs.text import did_you_mean
 from headway.errors import ConfigError, HeadwayError
 from headway.store.atomic import atomic_folder, fsync_file
 
-DEFAULT_STEPS = 560
+DEFAULT_STEPS = 640
 """Supervised steps of the built-in model when `model.warm_start_steps` is -1: under a minute on
 one free core."""
 

@@ -40,7 +40,9 @@ class ImpossibleError(ValueError):
 class Section(BaseModel):
     """Base of every section: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
 
 
 class UpdateMode(StrEnum):

@@ -17,7 +17,7 @@ from typing import Any
 
 from headway.core.rollout import Completion, FinishReason, Task
 from headway.envs.text import TextCodec, did_you_mean
-from headway.errors import ConfigError, EnvironmentFailure
+from headway.errors import ConfigError
 from headway.ports import Score, Transcript
 
 DATASET = "chain_sum"
@@ -81,7 +81,7 @@ class Problems:
 
         Raises:
             IndexError: past the end of the eval split.
-            EnvironmentFailure: when every question tried was a held-out one.
+            ConfigError: when every question tried was a held-out one.
         """
         if self._split == "eval":
             return self._make(self._eval_indices[position])
@@ -89,10 +89,10 @@ class Problems:
             problem = self._make(position + attempt * ATTEMPT_STRIDE)
             if problem["question"] not in self._held_out:
                 return problem
-        raise EnvironmentFailure(
-            f"dataset {self.name!r}: {MAX_ATTEMPTS} questions in a row at position {position} are "
-            f"held out for evaluation ({len(self._held_out)} are): it has too few different "
-            "questions; widen its parameters or lower args.held_out"
+        raise ConfigError(
+            f"args.held_out: dataset {self.name!r} has too few different questions: "
+            f"{len(self._held_out)} are held out for evaluation, and so were {MAX_ATTEMPTS} in a "
+            f"row at position {position}; lower held_out or widen args.parameters"
         )
 
     def has(self, position: int) -> bool:

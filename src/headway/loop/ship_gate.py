@@ -64,6 +64,7 @@ class ShipGate:
                 await self._policy.reached(needed)
             taken_at = loop.time()
             batch = self._sink.take_batch(step)
+            rewards = self._sink.take_rewards()
             ages = self._checked_ages(batch)
             self._sink_changed.notify()
             with self._waits.waiting("ship", f"batch {step} to be written"):
@@ -73,6 +74,7 @@ class ShipGate:
                 ShippedBatch.of(
                     batch,
                     ages,
+                    rewards=rewards,
                     parked_seconds=taken_at - full_at,
                     write_seconds=loop.time() - taken_at,
                 )

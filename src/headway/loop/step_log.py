@@ -1,7 +1,7 @@
 """What is remembered of every batch from the moment it is full until its version is served."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,9 @@ class ShippedBatch:
     rollout_tokens_mean: float
     reward_mean: float
     reward_std: float
+    """Over all rollouts judged since the batch before, rejected ones too."""
+    trained_reward_mean: float
+    """Over the rollouts of the batch."""
     env_metrics: Mapping[str, float]
     assembled_seconds: float
     parked_seconds: float
@@ -32,11 +35,19 @@ class ShippedBatch:
 
     @classmethod
     def of(
-        cls, batch: Batch, ages: Ages, *, parked_seconds: float, write_seconds: float
+        cls,
+        batch: Batch,
+        ages: Ages,
+        *,
+        rewards: Sequence[float],
+        parked_seconds: float,
+        write_seconds: float,
     ) -> "ShippedBatch":
-        """Condense a batch."""
+        """Condense a batch; `rewards` are those of all rollouts judged since the batch before. When
+        all of the batch were judged before that (it was full twice over), its own count."""
         rollouts = batch.rollouts
-        rewards = np.array([rollout.reward for rollout in rollouts])
+        trained = [rollout.reward for rollout in rollouts]
+        rewards = rewards or trained
         finished = [rollout.timings.finished_at for rollout in rollouts]
         metrics: dict[str, list[float]] = defaultdict(list)
         for rollout in rollouts:
@@ -49,8 +60,9 @@ class ShippedBatch:
             num_rollouts=len(rollouts),
             num_tokens=batch.num_trainable,
             rollout_tokens_mean=batch.num_trainable / len(rollouts),
-            reward_mean=float(rewards.mean()),
-            reward_std=float(rewards.std()),
+            reward_mean=float(np.mean(rewards)),
+            reward_std=float(np.std(rewards)),
+            trained_reward_mean=float(np.mean(trained)),
             env_metrics={name: float(np.mean(values)) for name, values in metrics.items()},
             assembled_seconds=max(finished) - min(finished),
             parked_seconds=parked_seconds,
@@ -67,7 +79,7 @@ class StepLog:
     first_step: int = 0
     ages: Ages = field(default_factory=Ages)
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of every trained batch, in step order."""
+    """Mean reward of each step, in step order."""
     step_seconds: list[float] = field(default_factory=list)
     admissions: list[int] = field(default_factory=list)
     """Samples admitted between one version bump and the next; the first entry is the first step's.
@@ -113,6 +125,7 @@ class StepLog:
             "step": shipped.step,
             "reward_mean": shipped.reward_mean,
             "reward_std": shipped.reward_std,
+            "trained_reward_mean": shipped.trained_reward_mean,
             "age": shipped.ages.summary(),
             "age_counts": {
                 str(age): count for age, count in sorted(shipped.ages.tokens.counts.items())

@@ -32,6 +32,7 @@ class TrainSink:
         self._ledger = ledger
         self._guard = guard
         self._buffer: deque[TrainableGroup] = deque()
+        self._judged: list[float] = []
         self._reward_sum = 0.0
         self._num_rewards = 0
 
@@ -53,6 +54,7 @@ class TrainSink:
         advantages = group_advantages(rewards, self._baseline, mean)
         self._reward_sum += float(rewards.sum())
         self._num_rewards += len(rewards)
+        self._judged.extend(rewards.tolist())
         reason = rejection(group, advantages, self._filters)
         if reason is not None:
             self._ledger.move(group.group_id, SampleState.REJECTED, reason)
@@ -78,6 +80,12 @@ class TrainSink:
         for trainable in groups:
             self._ledger.move(trainable.group.group_id, SampleState.BATCHED)
         return Batch(step=step, groups=groups)
+
+    def take_rewards(self) -> list[float]:
+        """Rewards of all rollouts judged since the last call, rejected ones too: what filters keep
+        is a biased sample of how well the policy does."""
+        judged, self._judged = self._judged, []
+        return judged
 
     def leftovers(self) -> tuple[TrainableGroup, ...]:
         """Accepted groups that no batch has taken."""

@@ -36,7 +36,7 @@ POOL = 16
 LEARNING_RATE = 4e-3
 WARMUP_STEPS = 50
 FINAL_LEARNING_RATE_SHARE = 0.05
-CLEAN = 0.75
+CLEAN = 0.78
 """Share of the steps with perfect demonstrations. Without them the sloppy ones take several times
 as long to teach the same ability, as measured by greedy decoding."""
 DIRECT = 0.4
