@@ -40,7 +40,7 @@ CLEAN = 0.78
 """Share of the steps with perfect demonstrations. Without them the sloppy ones take several times
 as long to teach the same ability, as measured by greedy decoding."""
 DIRECT = 0.4
-SLIP = 0.3
+SLIP = 0.25
 NUM_THREADS = 1
 """Two took twice as long as one where other processes wanted the cores."""
 NUM_REPORTS = 10
