@@ -3,7 +3,8 @@
 The model answers a sum. When it is wrong the environment says so and it may try once more; a right
 second answer earns half. Run it with
 
-    headway run examples/demo.yaml --envs '[{id: examples/own_environment.py:create}]'
+    headway run examples/demo.yaml --run.dir runs/own \\
+        --envs '[{id: examples/own_environment.py:create, name: second_chance}]'
 
 The three things to write: tasks, the episode, the reward. What may go wrong in them is counted as
 this environment's fault, not the policy's: an exception fails the rollout (after a bounded number
