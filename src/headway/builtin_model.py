@@ -24,7 +24,7 @@ from headway.errors import ConfigError, HeadwayError
 from headway.store.atomic import atomic_folder, fsync_file
 
 DEFAULT_STEPS = 640
-"""Supervised steps of the built-in model when `model.warm_start_steps` is -1: under a minute on
+"""Supervised steps of the built-in model when `model.warm_start_steps` is -1: about a minute on
 one free core."""
 
 Say = Callable[[str], None]

@@ -1,7 +1,7 @@
 """How the built-in model comes to be: a small Qwen3 and a short supervised phase.
 
 `python -m headway.trainer.warm_start --folder DIR --seed N --steps N` builds it in DIR, which must
-exist, and prints one JSON line of progress every few steps. `headway.builtin_model` runs this in a
+exist, and prints some ten JSON lines of progress. `headway.builtin_model` runs this in a
 process of its own, so that the control process never loads torch.
 
 **What the model is shown**, so that nobody takes the demo for more than it is. The problems are
@@ -14,9 +14,9 @@ comes with one demonstration. The first `CLEAN` share of the steps shows work, a
   and the next step goes on from there.
 
 So the model is *able* to compute a step, and to show its work, but sampled at temperature 1 it does
-neither reliably: about a quarter of its answers are right. What reinforcement learning can find,
-from right and wrong alone, is to show work always and to slip never; rollouts grow longer as it
-does. On problems never shown it finds the same.
+neither reliably: a quarter to a third of its answers are right. What reinforcement learning can
+find, from right and wrong alone, is to show work always and to slip never; rollouts grow longer as
+it does. Held-out problems profit as much.
 """
 
 import argparse
@@ -37,12 +37,11 @@ LEARNING_RATE = 4e-3
 WARMUP_STEPS = 50
 FINAL_LEARNING_RATE_SHARE = 0.05
 CLEAN = 0.78
-"""Share of the steps with perfect demonstrations. Without them the sloppy ones take several times
-as long to teach the same ability, as measured by greedy decoding."""
+"""Share of the steps with perfect demonstrations: they teach the ability, the rest spoils it."""
 DIRECT = 0.4
 SLIP = 0.25
 NUM_THREADS = 1
-"""Two took twice as long as one where other processes wanted the cores."""
+"""A second one spins at barriers where other processes want the cores, and makes it slower."""
 NUM_REPORTS = 10
 MODEL = {
     "hidden_size": 96,
