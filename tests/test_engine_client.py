@@ -377,30 +377,20 @@ class Scripted(SimulatedEngine):
         self.num_updates += 1
 
 
-def test_the_pool_sends_to_the_least_busy_and_accounts_for_its_time() -> None:
+def test_the_pool_sends_to_the_least_busy() -> None:
     async def scenario() -> None:
-        now = asyncio.get_running_loop().time
         pool = EnginePool([Scripted("a"), Scripted("b")], update_seconds=10)
-        assert pool.idle_seconds == 0
-        await asyncio.sleep(100)  # before the first request: not idle, not started
         tasks = [asyncio.create_task(pool.generate(request())) for _ in range(5)]
         await asyncio.sleep(0.5)
-        assert pool.in_flight == {"a": 3, "b": 2} and pool.num_in_flight == 5
+        assert pool.in_flight == {"a": 3, "b": 2}
         statistics = await pool.statistics()
         assert {name: each.num_running for name, each in statistics.items()} == pool.in_flight
-        assert pool.busy_seconds == pytest.approx(0.5)
         await asyncio.gather(*tasks)
-        await asyncio.sleep(3)
         cancelled = asyncio.create_task(pool.generate(request()))
         await asyncio.sleep(0.25)
         cancelled.cancel()
         await asyncio.wait({cancelled})
-        await asyncio.sleep(1)
-        assert now() == pytest.approx(105.25)
-        assert pool.num_in_flight == 0
-        assert pool.busy_seconds == pytest.approx(1.25)
-        assert pool.idle_seconds == pytest.approx(4)
-        assert pool.num_tokens_generated == 50
+        assert pool.in_flight == {"a": 0, "b": 0}
 
     run_virtual(scenario())
 
@@ -457,6 +447,7 @@ def test_the_command_line_says_everything_that_is_configured(tmp_path: Path) -> 
         "--host": "127.0.0.1",
         "--port": "1234",
         "--served-model-name": "policy",
+        "--logprobs-mode": "processed_logprobs",
         "--dtype": "float32",
         "--device": "auto",
         "--num-threads": "1",

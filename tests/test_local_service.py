@@ -15,6 +15,7 @@ from headway.core.rollout import FinishReason
 from headway.core.versions import VersionRuns
 from headway.engines.local.batching import BatchingSettings
 from headway.engines.local.checkpoint import CheckpointError, apply_checkpoint, read_checkpoint
+from headway.engines.local.sampling import Sampler
 from headway.engines.local.service import Answer, LocalService, PauseMode, Prompt, ServiceError
 from recompute import TOLERANCE, VOCABULARY, random_model, recompute_plain, save
 
@@ -186,3 +187,19 @@ def test_an_untied_model_needs_its_output_head(tmp_path: Path) -> None:
         read_checkpoint(untied, save(tied, tmp_path / "tied"))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs"):
         read_checkpoint(tied, save(untied, tmp_path / "untied"))
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_log_probabilities_are_before_or_after_temperature_as_asked(processed: bool) -> None:
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 0.0])
+    scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(processed=processed)
+    sampler(scores, temperatures.view(torch.int32))
+    output = torch.zeros(2, 4, dtype=torch.int32)
+    sampler.sample(scores[None], output)
+    tokens, reported = output[0].tolist(), output[1].view(torch.float32)
+    for row, temperature in enumerate(temperatures.tolist()):
+        scale = temperature if processed and temperature > 0 else 1.0
+        expected = torch.log_softmax(scores[row] / scale, -1)[tokens[row]]
+        assert reported[row].item() == pytest.approx(expected.item(), abs=1e-5)
+    assert tokens[3] == scores[3].argmax()

@@ -52,9 +52,8 @@ class Task:
 class Completion:
     """What one engine call sampled.
 
-    `token_ids` int32 `(T,)`; `logprobs` float32 `(T,)`, natural log, as the engine gives them (raw,
-    before temperature, with vLLM's default and the embedded engine); `version_runs` covers all `T`
-    tokens.
+    `token_ids` int32 `(T,)`; `logprobs` float32 `(T,)`, natural log, of the distribution that was
+    sampled from (after temperature); `version_runs` covers all `T` tokens.
     """
 
     token_ids: NDArray[np.int32]

@@ -33,6 +33,7 @@ def engine_command(
         "max-batch-tokens": config.max_batch_tokens,
         "max-model-len": config.max_model_len,
         "weight-version": version,
+        "logprobs-mode": "processed_logprobs",  # of what was sampled from, as the trainer does
     }
     command = [sys.executable, "-m", "headway.engines.local"]
     for name, value in options.items():

@@ -29,10 +29,6 @@ class EnginePool:
         self._update_seconds = update_seconds
         self._in_flight = dict.fromkeys(names, 0)
         self._version = version
-        self._num_tokens = 0
-        self._busy_seconds = 0.0
-        self._first_at: float | None = None
-        self._busy_since: float | None = None
 
     @property
     def name(self) -> str:
@@ -45,44 +41,18 @@ class EnginePool:
         return self._version
 
     @property
-    def num_in_flight(self) -> int:
-        """Requests sent and not yet answered."""
-        return sum(self._in_flight.values())
-
-    @property
     def in_flight(self) -> Mapping[str, int]:
-        """The same, by engine."""
+        """Requests sent and not yet answered, by engine."""
         return dict(self._in_flight)
-
-    @property
-    def num_tokens_generated(self) -> int:
-        """Tokens of all completions answered."""
-        return self._num_tokens
-
-    @property
-    def busy_seconds(self) -> float:
-        """Time since the first request with at least one request in flight."""
-        if self._busy_since is None:
-            return self._busy_seconds
-        return self._busy_seconds + asyncio.get_running_loop().time() - self._busy_since
-
-    @property
-    def idle_seconds(self) -> float:
-        """Time since the first request with none in flight."""
-        if self._first_at is None:
-            return 0.0
-        return asyncio.get_running_loop().time() - self._first_at - self.busy_seconds
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample on the engine with the fewest requests in flight. Raises EngineError."""
         engine = min(self._engines, key=lambda candidate: self._in_flight[candidate.name])
-        self._start(engine.name)
+        self._in_flight[engine.name] += 1
         try:
-            completion = await engine.generate(request)
+            return await engine.generate(request)
         finally:
-            self._end(engine.name)
-        self._num_tokens += len(completion.token_ids)
-        return completion
+            self._in_flight[engine.name] -= 1
 
     async def update_weights(self, weights: PublishedWeights) -> None:
         """Update all engines at the same time, each within its deadline.
@@ -119,16 +89,3 @@ class EnginePool:
                 f"engine {engine.name} did not load version {weights.version} within "
                 f"{self._update_seconds:g} s (engine.update_seconds)"
             ) from None
-
-    def _start(self, name: str) -> None:
-        if self.num_in_flight == 0:
-            self._busy_since = asyncio.get_running_loop().time()
-            if self._first_at is None:
-                self._first_at = self._busy_since
-        self._in_flight[name] += 1
-
-    def _end(self, name: str) -> None:
-        self._in_flight[name] -= 1
-        if self.num_in_flight == 0 and self._busy_since is not None:
-            self._busy_seconds += asyncio.get_running_loop().time() - self._busy_since
-            self._busy_since = None

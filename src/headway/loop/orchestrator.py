@@ -30,6 +30,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from headway.config import Config
 from headway.core.gate import CapacityGate, GateState, check_start
 from headway.core.guards import EmptyBatchGuard, FailureGuard
@@ -194,6 +196,7 @@ class Orchestrator:
         self._stop_code: int | None = None
         self._drain_window: asyncio.Timeout | None = None
         self._last_tokens = (self.started_at, 0)
+        self._process = psutil.Process()
 
     # --- the run ------------------------------------------------------------------------------
 
@@ -361,6 +364,7 @@ class Orchestrator:
         engines = await self.engine.statistics()
         parts = ("feed", "submission", "fetch", "ship", "watcher")
         waits = self.waits.current
+        shipped = self.ship_gate.num_shipped
         return {
             "kind": "interval",
             "time": now - self.started_at,
@@ -377,7 +381,10 @@ class Orchestrator:
             "tokens_generated": tokens,
             "tokens_per_second": (tokens - last_tokens) / (now - last_at) if now > last_at else 0,
             "eval_running": dispatcher.num_eval_running,
-            "waiting_for": {part: waits[part].what if part in waits else None for part in parts},
+            "waiting_for": {
+                **{part: waits[part].what if part in waits else None for part in parts},
+                "trainer": f"batch {shipped}" if self.policy.version >= shipped else None,
+            },
             "engines": {
                 name: {
                     "num_running": one.num_running,
@@ -387,6 +394,7 @@ class Orchestrator:
                 for name, one in engines.items()
             },
             "idle": {"trainer": self.log.trainer_idle_share, "engine": self.engine.idle_share},
+            "rss_mb": self._process.memory_info().rss / 2**20,
         }
 
 

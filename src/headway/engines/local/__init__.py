@@ -7,6 +7,6 @@ GPU and no download.
     server.py      HTTP: parsing, refusing, answering
     service.py     requests, pauses and version stamps, on the event loop
     batching.py    the generation thread, and what may be done to it between two forward passes
-    sampling.py    temperature per request, log-probabilities before temperature
+    sampling.py    temperature per request, log-probabilities before or after it
     checkpoint.py  reading and checking a weights folder, then copying it into the model
 """

@@ -63,6 +63,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-model-len", type=_positive, default=1024, help="longest prompt plus completion")
     add("--weight-version", default="0", help="label of the weights in --model")
     add("--seed", type=int, default=None, help="of the sampling; default: a random one")
+    add(
+        "--logprobs-mode",
+        default="raw_logprobs",
+        choices=["raw_logprobs", "processed_logprobs"],
+        help="log-probabilities before or after temperature",
+    )
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser.parse_args(arguments)
 
@@ -148,6 +154,7 @@ async def _run(options: argparse.Namespace, model: Any, listener: socket.socket)
                 page_size=options.page_size,
                 max_batch_tokens=options.max_batch_tokens,
                 seed=options.seed,
+                processed_logprobs=options.logprobs_mode == "processed_logprobs",
             ),
             version=options.weight_version,
             on_fatal=lambda reason: end(EXIT_FAILED, reason),

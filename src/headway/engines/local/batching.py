@@ -48,6 +48,8 @@ class BatchingSettings:
     page_size: int
     max_batch_tokens: int
     seed: int | None = None
+    processed_logprobs: bool = False
+    """Report log-probabilities after temperature (see `sampling`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Batcher:
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._pause: Any = None
-        self._sampler = Sampler()
+        self._sampler = Sampler(processed=settings.processed_logprobs)
         self._manager: Any = None
         self._is_stopping = False
 

@@ -2,8 +2,10 @@
 
 The batching of transformers has one temperature for all requests, or one per request that must
 not be 0, and reports log-probabilities after it. Here each request has its own, 0 is greedy, and
-log-probabilities are those of the model itself: **before temperature**, as vLLM reports them by
-default. At temperature 1 the two are the same.
+log-probabilities follow vLLM's `--logprobs-mode`: `raw_logprobs` (its default) are those of the
+model itself, before temperature; `processed_logprobs` are those of the distribution that was
+sampled from, which is what a policy gradient needs. At temperature 1, and for greedy requests, the
+two are the same.
 """
 
 from typing import Any
@@ -27,7 +29,8 @@ class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]  # untyp
     supported_kwargs: dict[str, type] = {"temperature": float}  # noqa: RUF012 - the base's
     ignored_kwargs: tuple[str, ...] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, *, processed: bool = False) -> None:
+        self._processed = processed
         self.num_sampled = 0
         """Tokens sampled since the start, whatever became of them."""
         self._temperatures: Tensor = torch.ones(0)
@@ -66,5 +69,8 @@ class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]  # untyp
         tokens = perturbed.argmax(dim=-1, keepdim=True)
         num_rows = tokens.size(0)
         output_ids[0, :num_rows].copy_(tokens.squeeze(-1))
+        if self._processed:
+            scaled = shifted / torch.where(temperatures > 0, temperatures, 1.0)
+            logprobs = torch.log_softmax(scaled, dim=-1)
         chosen = logprobs.gather(1, tokens).squeeze(-1)
         output_ids[1, :num_rows].copy_(chosen.view(torch.int32))

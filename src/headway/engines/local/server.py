@@ -2,7 +2,7 @@
 
 `POST /inference/v1/generate` takes `token_ids` and `sampling_params` (`max_tokens`, `temperature`,
 `logprobs`, `stop_token_ids`, `ignore_eos`); a parameter that is not implemented is refused, never
-ignored. Log-probabilities are before temperature.
+ignored. Log-probabilities are before temperature unless `--logprobs-mode` says otherwise.
 """
 
 import asyncio

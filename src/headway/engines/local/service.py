@@ -63,7 +63,7 @@ class Prompt:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What a request sampled. `spans` `(version, start, end)` cover the tokens in order;
-    `logprobs` are before temperature."""
+    `logprobs` as `sampling` says."""
 
     token_ids: list[int]
     logprobs: list[float]
