@@ -129,7 +129,7 @@ async def start_local_engines(
         async with asyncio.TaskGroup() as group:
             for process, engine in zip(processes, engines, strict=True):
                 group.create_task(process.wait_ready(engine.is_ready, start_seconds))
-    except BaseException as error:
+    except BaseException as error:  # an interrupt, too, must leave no engine behind; re-raised
         await pool.aclose()
         await _stop(processes, window_seconds=2.0)
         if isinstance(error, ExceptionGroup):
