@@ -260,7 +260,7 @@ class Server:
 async def serve(
     server: Server, listener: socket.socket, stop: "asyncio.Future[int]", *, name: str
 ) -> int:
-    """Answer until `stop` has a result, which is the exit code; then close at once."""
+    """Answer until `stop` has a result, which is the exit code; then close within seconds."""
     runner = web.AppRunner(
         server.application(),
         access_log=None,
