@@ -276,6 +276,26 @@ class Endless(ScriptedEnvironment):
         await asyncio.sleep(10**9)
 
 
+class NoScore(ScriptedEnvironment):
+    def score(self, task: Task, completions: list[Completion]) -> Score:
+        return None  # type: ignore[return-value]
+
+
+class WrongMetric(ScriptedEnvironment):
+    def score(self, task: Task, completions: list[Completion]) -> Score:
+        return Score(reward=1.0, metrics={"length": "long"})  # type: ignore[dict-item]
+
+
+class Exits(ScriptedEnvironment):
+    async def run(self, transcript: Transcript) -> None:
+        raise SystemExit(0)
+
+
+class Cancels(ScriptedEnvironment):
+    async def run(self, transcript: Transcript) -> None:
+        raise asyncio.CancelledError
+
+
 class Swallowing(ScriptedEnvironment):
     """An environment that catches everything must not turn an engine's failure into a zero."""
 
@@ -295,6 +315,10 @@ class Swallowing(ScriptedEnvironment):
         (WrongReward(), 10**9, "gave reward nan", None),
         (BrokenEnvironment(), 10**9, "raised RuntimeError: sandbox image not found", None),
         (Silent(), 10**9, "without act()", None),
+        (NoScore(), 10**9, "score() must return a Score", None),
+        (WrongMetric(), 10**9, "gave metric length = 'long'", None),
+        (Exits(), 10**9, "raised SystemExit: 0", None),
+        (Cancels(), 10**9, "raised CancelledError", None),
         (Endless(), 10**9, "did not end task", None),
         (Swallowing(), 2, "connection reset", "engine_failed"),
     ],
@@ -329,6 +353,45 @@ def test_a_constant_reward_ends_the_run_after_a_few_empty_batches(group_size: in
     assert "3 empty batches in a row: 24 samples" in str(run.outcome.message)
     assert "zero_advantage" in str(run.outcome.message)
     assert "every reward was 0" in str(run.outcome.message)
+    assert_conserved(run)
+
+
+class Stubborn(ScriptedEnvironment):
+    """Ignores every cancellation for an hour."""
+
+    async def run(self, transcript: Transcript) -> None:
+        loop = asyncio.get_running_loop()
+        while loop.time() < 3600:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                continue
+
+
+@pytest.mark.parametrize("part_dies", [False, True])
+def test_code_that_ignores_its_cancellation_cannot_hold_up_the_end(part_dies: bool) -> None:
+    async def script(orchestrator: Orchestrator) -> None:
+        await asyncio.sleep(40)
+        orchestrator.stop()
+
+    async def dies() -> None:
+        await asyncio.sleep(40)
+        raise TrainerError("the trainer died")
+
+    run = simulate_in_memory(
+        sim_config(run={"shutdown_seconds": 10, "stall_seconds": 10**6}),
+        script=None if part_dies else script,
+        ports={
+            "environments": {"arithmetic": Stubborn()},
+            **({"watched": {"trainer": dies}} if part_dies else {}),
+        },
+    )
+    assert run.outcome.exit_reason == ("trainer_failed" if part_dies else "interrupted")
+    assert run.orchestrator.is_abandoned
+    assert run.virtual_seconds == pytest.approx(50 if part_dies else 60)
+    dropped = run.orchestrator.ledger.counts[SampleState.DROPPED]
+    assert dropped == run.orchestrator.ledger.num_admitted == (2 + 1) * 8
+    assert "24 samples did not end" in run.of_kind("event")[-1]["text"]
     assert_conserved(run)
 
 

@@ -20,6 +20,8 @@ from headway.config import ModelConfig
 from headway.store.batches import batch_path, read_batch
 
 ENVIRONMENT = """
+import asyncio
+
 from headway.core.rollout import Task
 from headway.ports import Score
 
@@ -29,6 +31,11 @@ class Environment:
 
     async def run(self, transcript):
         transcript.observe(self.tokenizer.encode("1+2="))
+        while self.reward == "stubborn":
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                pass
         await transcript.act()
 
     def score(self, task, completions):
@@ -187,6 +194,20 @@ def test_sigterm_drains_and_loses_nothing(start: Callable[..., Run]) -> None:
     left = summary["samples"]["accepted"]
     saved = run.dir / "batches" / "leftovers.parquet"
     assert left == (len(read_batch(saved).groups) if saved.exists() else 0)
+
+
+def test_an_environment_that_ignores_its_cancellation_cannot_hold_up_the_end(
+    start: Callable[..., Run],
+) -> None:
+    run = start("--envs.0.args.reward", "stubborn", "--run.shutdown_seconds", "2")
+    rows = run.dir / "metrics.jsonl"
+    run.until(lambda: rows.exists() and '"interval"' in rows.read_text())
+    run.process.send_signal(signal.SIGTERM)
+    code, summary, said = run.end()
+    assert code == 143, said
+    assert summary["exit_reason"] == "interrupted"
+    assert summary["samples"]["dropped"] == summary["samples"]["admitted"] == 12
+    assert "did not end when they were cancelled" in rows.read_text()
 
 
 @pytest.mark.parametrize(

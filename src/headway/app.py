@@ -52,8 +52,13 @@ def run(config: Config, *, model_dir: Path, view: MetricsSink | None = None) -> 
     with run_dir.open_metrics() as rows:
         sink = FanOut(rows, view)
         real = _RealRun(config, run_dir, model_dir, tasks, sink)
-        summary = asyncio.run(real.main(versions))
-        sink.emit({"kind": "summary", "time": summary["wall_seconds"], **summary})
+        runner = asyncio.Runner()
+        try:
+            summary = runner.run(real.main(versions))
+        finally:
+            if not real.is_abandoned:  # closing waits for tasks that ignore their cancellation
+                runner.close()
+        sink.emit({"kind": "summary", "time": summary["loop_seconds"], **summary})
     run_dir.write_summary(summary)
     write_report(run_dir.path)
     return summary
@@ -75,6 +80,7 @@ class _RealRun:
         self._model_dir = model_dir
         self._tasks = tasks
         self._metrics = metrics
+        self.is_abandoned = False
 
     async def main(self, versions: Mapping[str, str]) -> dict[str, Any]:
         """Start, run, stop; there is a summary whatever happens."""
@@ -82,6 +88,7 @@ class _RealRun:
         trainer = self._trainer()
         engines: LocalEngines | None = None
         orchestrator: Orchestrator | None = None
+        loop_seconds = 0.0
         try:
             try:
                 engines = await self._start(trainer)
@@ -90,6 +97,8 @@ class _RealRun:
             else:
                 orchestrator = self._orchestrator(trainer, engines)
                 outcome = await self._loop(orchestrator)
+                loop_seconds = asyncio.get_running_loop().time() - orchestrator.started_at
+                self.is_abandoned = orchestrator.is_abandoned
                 outcome = await self._end_trainer(trainer, outcome)
         finally:
             # Whatever raised above: no process outlives the run.
@@ -102,6 +111,7 @@ class _RealRun:
             orchestrator,
             outcome,
             wall_seconds=time.monotonic() - started_at,
+            loop_seconds=loop_seconds,
             versions_of=versions,
         )
 

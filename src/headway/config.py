@@ -21,6 +21,7 @@ from headway.core.filters import FilterName
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$")]
 
 BUILTIN_MODEL = "builtin:arithmetic"
 """The small character-level model that is built and warm-started at first use."""
@@ -165,7 +166,7 @@ class ActorConfig(Section):
     """Padded or packed tokens per forward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW."""
-    device: str = "auto"
+    device: Device = "auto"
     """A PyTorch device; `auto`: a GPU if there is one."""
     num_threads: Count = 1
     """CPU threads of the trainer process."""
@@ -214,7 +215,7 @@ class EnvironmentConfig(Section):
     """One environment of the mix."""
 
     id: str = "arithmetic"
-    """A built-in environment, or `package.module:factory`."""
+    """A built-in environment, `package.module:factory`, or `path/to/file.py:factory`."""
     name: str | None = None
     """Stamped on rollouts; `id` when unset."""
     weight: float = Field(default=1.0, gt=0)
@@ -255,7 +256,7 @@ class EngineConfig(Section):
     update_mode: UpdateMode = UpdateMode.KEEP
     """What happens to running requests when the weights change: `keep` them (they go on under the
     new weights), `interrupt` and resubmit them, or let them `finish` first."""
-    device: str = "auto"
+    device: Device = "auto"
     """A PyTorch device; `auto`: a GPU if there is one."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the weights while sampling."""

@@ -159,6 +159,7 @@ class ManagedProcess:
             return task.result()
         finally:
             task.cancel()
+            await asyncio.wait({task})  # no deadline: it ends at its next await
 
     def _started(self) -> asyncio.subprocess.Process:
         if self._process is None:

@@ -154,7 +154,7 @@ class Dispatcher:
         return DispatcherStatistics(
             num_running=self._ledger.num_running,
             num_eval_running=self._num_eval_running,
-            in_queue=len(self._inputs) + len(self._evals),
+            in_queue=len(self._inputs),
             out_queue=self._outputs.qsize(),
             capacity=self._capacity(),
             admissions=self.admissions,

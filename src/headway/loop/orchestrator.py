@@ -30,8 +30,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
 from headway.config import Config
 from headway.core.gate import CapacityGate, GateState, check_start
 from headway.core.guards import EmptyBatchGuard, FailureGuard
@@ -41,7 +39,7 @@ from headway.errors import HeadwayError, PartEndedError, TrainerError
 from headway.loop.dispatcher import Dispatcher
 from headway.loop.engine_meter import EngineMeter
 from headway.loop.eval_sink import EvalResult, EvalSink
-from headway.loop.metrics_loop import MetricsLoop
+from headway.loop.metrics_loop import IntervalRow, MetricsLoop
 from headway.loop.outcome import COMPLETED, Outcome, RunEnded, outcome_of
 from headway.loop.policy import PolicyHandle
 from headway.loop.rollout_runner import RolloutRunner
@@ -166,11 +164,6 @@ class Orchestrator:
             update_seconds=config.engine.update_seconds + UPDATE_GRACE_SECONDS,
             on_served=self._on_served,
         )
-        self.metrics_loop = MetricsLoop(
-            snapshot=self._snapshot,
-            sink=ports.metrics,
-            interval_seconds=config.run.metrics_interval_seconds,
-        )
         self._sink_changed = Signal()
         self.ship_gate = ShipGate(
             sink=self.train_sink,
@@ -193,24 +186,51 @@ class Orchestrator:
         self._failures = FailureGuard(rollout.max_failed_samples)
         self._shipped: dict[int, ShippedBatch] = {}
         self._done = Signal()
+        self._ended: Outcome | None = None
+        self._ending = Signal()
+        self.is_abandoned = False
+        """Whether tasks were left that ignore their cancellation."""
         self._stop_code: int | None = None
         self._drain_window: asyncio.Timeout | None = None
-        self._last_tokens = (self.started_at, 0)
-        self._process = psutil.Process()
+        self.metrics_loop = MetricsLoop(
+            row=IntervalRow(
+                dispatcher=self.dispatcher,
+                train_sink=self.train_sink,
+                ship_gate=self.ship_gate,
+                engine=self.engine,
+                policy=self.policy,
+                log=self.log,
+                waits=self.waits,
+            ),
+            sink=ports.metrics,
+            interval_seconds=config.run.metrics_interval_seconds,
+        )
 
     # --- the run ------------------------------------------------------------------------------
 
     async def run(self) -> Outcome:
         """Run to the step target, to `stop()`, or to the first error, which is in the outcome."""
         self._emit_run_row()
+        parts = asyncio.create_task(self._run_parts(), name="parts")
+        parts.add_done_callback(lambda _: self._ending.notify())
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._start_parts(tasks)
-                if self.config.eval.every:
-                    self.eval_sink.start(self.policy.version)
-                raise RunEnded(await self._until_ended())
-        except BaseExceptionGroup as group:
-            outcome = outcome_of(group)
+            await self._ending.until(lambda: self._ended is not None or parts.done())
+            # All parts were cancelled; code of the user's can refuse to end.
+            await asyncio.wait({parts}, timeout=self.config.run.shutdown_seconds)
+        except asyncio.CancelledError:
+            parts.cancel()
+            raise
+        if parts.done():
+            outcome = parts.result()
+        else:
+            assert self._ended is not None
+            outcome = self._ended
+            self.is_abandoned = True
+            self._event(
+                "error",
+                f"{self.ledger.num_running} samples did not end when they were cancelled and were "
+                f"abandoned after {self.config.run.shutdown_seconds:g} s (run.shutdown_seconds)",
+            )
         self.dispatcher.drop_running(outcome.exit_reason)
         self.ledger.check()
         try:
@@ -221,6 +241,32 @@ class Orchestrator:
             if outcome.error is None:
                 outcome = outcome_of(error)
         return outcome
+
+    async def _run_parts(self) -> Outcome:
+        """All parts under one TaskGroup, to the outcome of what ended it."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._start_parts(tasks)
+                if self.config.eval.every:
+                    self.eval_sink.start(self.policy.version)
+                outcome = await self._until_ended()
+                self._end_with(outcome)
+                raise RunEnded(outcome)
+        except BaseExceptionGroup as group:
+            return outcome_of(group)
+
+    def _end_with(self, outcome: Outcome) -> None:
+        self._ended = self._ended or outcome
+        self._ending.notify()
+
+    async def _part(self, name: str, part: Awaitable[None], may_end: bool) -> None:
+        try:
+            await part
+            if not may_end:
+                raise PartEndedError(f"{name} ended although the run had not")
+        except Exception as error:  # re-raised: it ends the run, whose end is bounded from here on
+            self._end_with(outcome_of(error))
+            raise
 
     def stop(self, exit_code: int = 130) -> None:
         """Ask for a graceful end: admission stops, what is in flight finishes within
@@ -234,7 +280,7 @@ class Orchestrator:
 
     def _start_parts(self, tasks: asyncio.TaskGroup) -> None:
         def start(name: str, part: Awaitable[None], *, may_end: bool = False) -> None:
-            tasks.create_task(_part(name, part, may_end), name=name)
+            tasks.create_task(self._part(name, part, may_end), name=name)
 
         start("feed", self.dispatcher.run_feed(), may_end=True)
         start("submission", self.dispatcher.run_submission(tasks))
@@ -354,51 +400,3 @@ class Orchestrator:
         )
         for text in config.warnings:
             self._event("warning", text)
-
-    async def _snapshot(self) -> Mapping[str, Any]:
-        dispatcher = self.dispatcher.statistics()
-        now = self._loop.time()
-        last_at, last_tokens = self._last_tokens
-        tokens = self.engine.num_tokens
-        self._last_tokens = (now, tokens)
-        engines = await self.engine.statistics()
-        parts = ("feed", "submission", "fetch", "ship", "watcher")
-        waits = self.waits.current
-        shipped = self.ship_gate.num_shipped
-        return {
-            "kind": "interval",
-            "time": now - self.started_at,
-            "version": self.policy.version,
-            "step": self.ship_gate.num_shipped,
-            "num_running": dispatcher.num_running,
-            "capacity": dispatcher.capacity,
-            "in_queue": dispatcher.in_queue,
-            "out_queue": dispatcher.out_queue,
-            "num_buffered": len(self.train_sink),
-            "batches_waiting": int(self.train_sink.is_full),
-            "batches_shipped": self.ship_gate.num_shipped,
-            "age": self.log.ages.summary(),
-            "tokens_generated": tokens,
-            "tokens_per_second": (tokens - last_tokens) / (now - last_at) if now > last_at else 0,
-            "eval_running": dispatcher.num_eval_running,
-            "waiting_for": {
-                **{part: waits[part].what if part in waits else None for part in parts},
-                "trainer": f"batch {shipped}" if self.policy.version >= shipped else None,
-            },
-            "engines": {
-                name: {
-                    "num_running": one.num_running,
-                    "num_waiting": one.num_waiting,
-                    "tokens_per_second": one.tokens_per_second,
-                }
-                for name, one in engines.items()
-            },
-            "idle": {"trainer": self.log.trainer_idle_share, "engine": self.engine.idle_share},
-            "rss_mb": self._process.memory_info().rss / 2**20,
-        }
-
-
-async def _part(name: str, part: Awaitable[None], may_end: bool) -> None:
-    await part
-    if not may_end:
-        raise PartEndedError(f"{name} ended although the run had not")

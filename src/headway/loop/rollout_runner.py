@@ -111,16 +111,23 @@ class RolloutRunner:
             raise self._overdue(transcript, error) from error
         except EnvironmentFailure:
             raise
-        except Exception as error:  # an environment is the user's code: it may raise anything
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            raise self._raised(task, error) from error
+        except (Exception, SystemExit) as error:  # the user's code: it may raise anything
             if transcript.engine_error is not None:
                 raise transcript.engine_error from error
-            raise EnvironmentFailure(
-                f"environment {task.env!r} raised {type(error).__name__}: {error} "
-                f"on task {task.key!r}"
-            ) from error
+            raise self._raised(task, error) from error
         if transcript.engine_error is not None:  # swallowed: never train what an engine broke
             raise transcript.engine_error
         return self._scored(environment, transcript, request.group_id, episode)
+
+    @staticmethod
+    def _raised(task: Task, error: BaseException) -> EnvironmentFailure:
+        return EnvironmentFailure(
+            f"environment {task.env!r} raised {type(error).__name__}: {error} on task {task.key!r}"
+        )
 
     def _overdue(
         self, transcript: RecordedTranscript, error: TimeoutError
@@ -149,7 +156,7 @@ class RolloutRunner:
         started_at = loop.time()
         try:
             score = environment.score(task, transcript.completions)
-        except Exception as error:  # a reward function is the user's code: it may raise anything
+        except (Exception, SystemExit) as error:  # the user's code: it may raise anything
             raise EnvironmentFailure(
                 f"the reward of environment {task.env!r} raised {type(error).__name__}: {error} "
                 f"on task {task.key!r}",
@@ -161,3 +168,9 @@ class RolloutRunner:
             score=score,
             reward_seconds=loop.time() - started_at,
         )
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled this task, as opposed to code in it that raises CancelledError."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

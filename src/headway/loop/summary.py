@@ -18,11 +18,14 @@ def summarize(
     outcome: Outcome,
     *,
     wall_seconds: float,
+    loop_seconds: float,
     versions_of: Mapping[str, str],
 ) -> dict[str, Any]:
     """What `summary.json` holds. Keys are added by later versions, never renamed.
 
-    `run` is None when the run ended before its loop began; what was never measured is then null.
+    `wall_seconds` is the whole run with start-up and clean-up, `loop_seconds` the control loop's
+    share of it. `run` is None when the run ended before its loop began; what was never measured is
+    then null.
     """
     log = run.log if run else None
     ages = log.ages if log else Ages()
@@ -32,6 +35,7 @@ def summarize(
         "message": outcome.message,
         "steps": log.num_trained if log else 0,
         "wall_seconds": wall_seconds,
+        "loop_seconds": loop_seconds,
         "step_seconds_mean": _mean(log.step_seconds) if log else None,
         "reward_first10_mean": _mean(log.rewards[:10]) if log else None,
         "reward_last10_mean": _mean(log.rewards[-10:]) if log else None,

@@ -110,6 +110,12 @@ class RecordedTranscript:
             raise EnvironmentFailure(
                 f"environment {self._task.env!r} ended task {self._task.key!r} without act()"
             )
+        if not isinstance(score, Score):
+            raise EnvironmentFailure(
+                f"environment {self._task.env!r} gave {score!r} for task {self._task.key!r}: "
+                "score() must return a Score",
+                stage="reward",
+            )
         reward = score.reward
         if not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
             raise EnvironmentFailure(
@@ -117,6 +123,13 @@ class RecordedTranscript:
                 f"{self._task.key!r}: a finite number is needed",
                 stage="reward",
             )
+        for name, value in score.metrics.items():
+            if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+                raise EnvironmentFailure(
+                    f"environment {self._task.env!r} gave metric {name} = {value!r} for task "
+                    f"{self._task.key!r}: a finite number is needed",
+                    stage="reward",
+                )
         num_tokens = len(self._tokens)
         loss_mask = np.zeros(num_tokens, np.bool_)
         logprobs = np.zeros(num_tokens, np.float32)

@@ -31,7 +31,12 @@ def simulate(config: Config, *, view: MetricsSink | None = None) -> dict[str, An
             outcome = await orchestrator.run()
             seconds = asyncio.get_running_loop().time() - orchestrator.started_at
             return summarize(
-                config, orchestrator, outcome, wall_seconds=seconds, versions_of=versions
+                config,
+                orchestrator,
+                outcome,
+                wall_seconds=seconds,
+                loop_seconds=seconds,
+                versions_of=versions,
             )
 
         summary = run_virtual(main())

@@ -65,7 +65,7 @@ class RunData:
         """Length of the run; without a summary, the time of its last row."""
         rows = (self.intervals[-1:], self.steps[-1:], self.events[-1:])
         times = known(number(row, "time") for last in rows for row in last)
-        return number(self.summary, "wall_seconds") or max(times, default=None)
+        return number(self.summary, "loop_seconds") or max(times, default=None)
 
     @property
     def configured_age(self) -> int | None:

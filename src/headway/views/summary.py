@@ -119,7 +119,7 @@ def _tokens(summary: Row) -> str:
     line = ", ".join(
         f"{count(number(tokens, name))} {name}" for name in names if number(tokens, name)
     )
-    wall, generated = number(summary, "wall_seconds"), number(tokens, "generated")
+    wall, generated = number(summary, "loop_seconds"), number(tokens, "generated")
     if line and wall and generated:
         line += f"; {count(generated / wall)}/s"
     return line

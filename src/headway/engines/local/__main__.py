@@ -94,7 +94,8 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise CannotStart(
-            f"port {port} of {host} cannot be used: {error.strerror}; choose another --port"
+            f"port {port} of {host} cannot be used: {error.strerror}; choose another "
+            "--port (engine.port in a run)"
         ) from error
     return listener
 
@@ -123,9 +124,14 @@ def _load_model(options: argparse.Namespace) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-        model = model.to(device).eval().requires_grad_(False)
     except Exception as error:  # every architecture has its own ways to refuse a folder
         raise CannotStart(f"--model {folder} cannot be loaded: {error}") from error
+    try:
+        model = model.to(device).eval().requires_grad_(False)
+    except (RuntimeError, AssertionError) as error:
+        raise CannotStart(
+            f"--device {device} cannot be used (engine.device in a run): {error}"
+        ) from error
     if missing := sorted(report["missing_keys"]):
         raise CannotStart(f"--model {folder} lacks the tensors {', '.join(missing[:5])}")
     return model
