@@ -42,7 +42,7 @@ bench: $(STAMP) ## CPU time of the control loop per rollout
 	$(BIN)/python -m benchmarks.control_loop
 
 docs: $(STAMP) ## write docs/configuration.md from the models
-	$(BIN)/python -m headway.config_reference > docs/.configuration.md
+	$(BIN)/python -m headway.config.reference > docs/.configuration.md
 	mv docs/.configuration.md docs/configuration.md
 
 clean: ## remove the virtual environment and caches; runs stay

@@ -101,7 +101,7 @@ def test_the_control_process_does_without_torch() -> None:
     ]
     program = (
         f"import importlib, sys\n"
-        f"for name in {['headway.cli', 'headway.config_file', *names]!r}:\n"
+        f"for name in {['headway.cli', 'headway.config.file', *names]!r}:\n"
         f"    importlib.import_module(name)\n"
         f"heavy = {{'torch', 'transformers', 'reasoning_gym'}} & set(sys.modules)\n"
         f"assert not heavy, heavy\n"

@@ -14,7 +14,7 @@ import pytest
 
 from headway import __version__
 from headway.config import Config
-from headway.config_file import dump_config, load_config
+from headway.config.file import dump_config, load_config
 from headway.errors import RunDirError, StoreError
 from headway.store.run_dir import JsonLines, RunDir
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config import Config
-from headway.config_file import dump_config, load_config
-from headway.config_reference import reference
+from headway.config.file import dump_config, load_config
+from headway.config.reference import reference
 from headway.errors import ConfigError
 
 AREAL_BLOCK = """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.config_file import load_config
+from headway.config.file import load_config
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -170,7 +170,7 @@ def _usage(error: CycloptsError, words: Sequence[str]) -> str:
 def _load(arguments: Sequence[str]) -> "Config":
     """The configuration of `[CONFIG] [--section.field VALUE]...`; its warnings go to stderr."""
     from headway.config import Config
-    from headway.config_file import load_config
+    from headway.config.file import load_config
 
     words = list(arguments)
     path = Path(words.pop(0)) if words and not words[0].startswith("-") else None

@@ -12,7 +12,7 @@ from typing import Any, Self
 import msgspec
 
 from headway.config import Config
-from headway.config_file import dump_config
+from headway.config.file import dump_config
 from headway.errors import RunDirError, StoreError
 from headway.ports import MetricsSink
 from headway.store.atomic import atomic_file, write_json

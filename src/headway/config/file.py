@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from headway.config import Config, Section
-from headway.config_problems import SPELLINGS, Key, Places, Problem, dotted, problems_of
+from headway.config.problems import SPELLINGS, Key, Places, Problem, dotted, problems_of
 from headway.errors import ConfigError
 
 MAX_BYTES = 1 << 20

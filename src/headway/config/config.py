@@ -1,49 +1,19 @@
-"""The configuration: one frozen pydantic model per section, the important fields first.
-
-Names are the field's own (AReaL's block `rollout:` / `actor:` loads as it is). Reading a file,
-applying `--dotted.override` values and turning what is wrong into a message with file, key, reason
-and "did you mean" lives in `config_file.py`; this module only says what a configuration may be.
-"""
+"""All sections but the larger ones, and `Config`, which checks them against each other."""
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
+from headway.config.base import Count, Device, ImpossibleError, Seconds, Section
+from headway.config.rollout import RolloutConfig
+from headway.config.simulate import SimulateConfig
 from headway.core.advantages import Baseline
-from headway.core.filters import FilterName
-
-Seconds = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$")]
+from headway.core.bound import Bound, OverBound
 
 BUILTIN_MODEL = "builtin:arithmetic"
 """The small character-level model that is built and warm-started at first use."""
-
-
-class ImpossibleError(ValueError):
-    """Settings that are valid one by one and cannot work together.
-
-    `problems` holds one `(dotted key within the section, reason)` per combination.
-    """
-
-    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("; ".join(f"{key}: {reason}" for key, reason in self.problems))
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
 
 
 class UpdateMode(StrEnum):
@@ -73,58 +43,6 @@ class RunConfig(Section):
     """No sample finished, no batch shipped and no version published for this long ends the run."""
     metrics_interval_seconds: Seconds = 1.0
     """Between two `interval` rows of metrics.jsonl."""
-
-
-class RolloutConfig(Section):
-    """Generation and its bounds."""
-
-    max_head_offpolicyness: int = Field(default=2, ge=0)
-    """`S`, in versions. 0 is the synchronous loop."""
-    consumer_batch_size: Count = 16
-    """`B`, in samples (groups) per batch."""
-    max_concurrent_rollouts: Count | None = None
-    """Samples in flight; `consumer_batch_size` when unset."""
-    queue_size: Count = 1024
-    """Size of the dispatcher's input and output queue, in samples."""
-    group_size: Count = 8
-    """Rollouts per sample: they share a prompt and an advantage baseline. 1 needs
-    `actor.advantage: mean`."""
-    max_new_tokens: Count = 64
-    """Tokens per model turn."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Of sampling; log-probabilities are of the distribution that was sampled from."""
-    deadline_seconds: Seconds = 300.0
-    """For one rollout, all its turns and its environment included."""
-    max_infrastructure_retries: int = Field(default=3, ge=0)
-    """Per rollout, when an engine fails; then the sample fails."""
-    max_environment_retries: int = Field(default=1, ge=0)
-    """Per rollout, when its environment or reward raises; then the sample fails."""
-    max_failed_samples: Count = 64
-    """Consecutive failed samples, with no success between them, that end the run."""
-    max_batches_ahead: int = Field(default=1, ge=0)
-    """Ship gate: batch `k` is handed over once the version is at least `k - max_batches_ahead`."""
-    filters: tuple[FilterName, ...] = (FilterName.ZERO_ADVANTAGE,)
-    """Groups that these name are rejected, and replaced by new samples."""
-
-    @property
-    def max_concurrent(self) -> int:
-        """The concurrency limit in force, in samples."""
-        return self.max_concurrent_rollouts or self.consumer_batch_size
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        problems = []
-        if self.queue_size < self.consumer_batch_size:
-            problems.append(
-                (
-                    "queue_size",
-                    f"{self.queue_size} is smaller than consumer_batch_size "
-                    f"({self.consumer_batch_size}): no batch could pass; raise queue_size",
-                )
-            )
-        if problems:
-            raise ImpossibleError(problems)
-        return self
 
 
 class OptimizerConfig(Section):
@@ -220,6 +138,8 @@ class EnvironmentConfig(Section):
     """Stamped on rollouts; `id` when unset."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the prompts, relative to the others'."""
+    over_bound: OverBound | None = None
+    """For its samples, instead of `rollout.over_bound`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Passed on to the environment."""
 
@@ -253,6 +173,9 @@ class EngineConfig(Section):
     """Where the engines listen."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first engine, the next ones follow; 0: free ports."""
+    stamps_tokens: bool = True
+    """Whether the engines report the version of every token. Off: a completion bears the version
+    at which it was asked for, and `over_bound: trim` is refused."""
     update_mode: UpdateMode = UpdateMode.KEEP
     """What happens to running requests when the weights change: `keep` them (they go on under the
     new weights), `interrupt` and resubmit them, or let them `finish` first."""
@@ -283,47 +206,6 @@ class WeightsConfig(Section):
     """How often the watcher looks for a new version."""
 
 
-class LatencyConfig(Section):
-    """A distribution of seconds; only the fields of its `kind` have an effect."""
-
-    kind: Literal["constant", "uniform", "lognormal"] = "lognormal"
-    """Shape of the distribution."""
-    value: float = Field(default=1.0, ge=0)
-    """`constant`: always this."""
-    low: float = Field(default=1.0, ge=0)
-    """`uniform`: the least value."""
-    high: float = Field(default=2.0, ge=0)
-    """`uniform`: every value is below this."""
-    median: float = Field(default=20.0, gt=0)
-    """`lognormal`: half of the values are below this."""
-    sigma: float = Field(default=1.0, ge=0)
-    """`lognormal`: standard deviation of the logarithm."""
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.kind == "uniform" and self.high < self.low:
-            reason = f"{self.high:g} is below low ({self.low:g}); swap them"
-            raise ImpossibleError([("high", reason)])
-        return self
-
-
-class SimulateConfig(Section):
-    """The stated workload of `headway simulate`; seconds are virtual."""
-
-    rollout_seconds: LatencyConfig = LatencyConfig()
-    """How long one engine request takes."""
-    tokens_per_second: float = Field(default=50.0, gt=0)
-    """Per rollout: its length is its latency times this."""
-    prompt_tokens: Count = 16
-    """Length of every prompt."""
-    reward_probability: float = Field(default=0.5, ge=0, le=1)
-    """A rollout's reward is 1 this often, else 0."""
-    train_seconds: float = Field(default=10.0, ge=0)
-    """Per batch."""
-    weight_sync_seconds: float = Field(default=0.2, ge=0)
-    """From new weights to engines that serve them."""
-
-
 class Config(Section):
     """Everything that a run needs."""
 
@@ -336,6 +218,23 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
     simulate: SimulateConfig = SimulateConfig()
+
+    @property
+    def bound(self) -> Bound:
+        """The staleness policy."""
+        rollout = self.rollout
+        return Bound(
+            max_age=rollout.max_head_offpolicyness,
+            batch_size=rollout.consumer_batch_size,
+            enforcement=rollout.enforcement,
+            order=rollout.order,
+            window=rollout.window,
+            over_bound=rollout.over_bound,
+            by_env={env.label: env.over_bound for env in self.envs if env.over_bound},
+            envs=tuple(env.label for env in self.envs),
+            wait_seconds=rollout.wait_seconds,
+            after_wait=rollout.after_wait,
+        )
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -355,6 +254,21 @@ class Config(Section):
     def _contradictions(self) -> Iterable[tuple[str, str]]:
         """Settings of different sections that would start a run which cannot end well."""
         rollout, actor, engine = self.rollout, self.actor, self.engine
+        bound = self.bound
+        for name, reason in bound.problems():
+            yield f"rollout.{name}", reason
+        if not engine.stamps_tokens and bound.trims:
+            yield (
+                "rollout.over_bound",
+                "trim needs the version of every token, and engine.stamps_tokens is off: use an "
+                "engine that stamps tokens, or drop, wait or admit",
+            )
+        if bound.waits and rollout.queue_size < bound.admission_limit:
+            yield (
+                "rollout.queue_size",
+                f"{rollout.queue_size} is below (S + 1) * B = {bound.admission_limit}: with "
+                "over_bound: wait the samples that are waited for could not get past the others",
+            )
         if rollout.group_size == 1 and actor.advantage is not Baseline.MEAN:
             yield (
                 "rollout.group_size",

@@ -1,4 +1,4 @@
-"""Writes `docs/configuration.md` from the models: `python -m headway.config_reference`.
+"""Writes `docs/configuration.md` from the models: `python -m headway.config.reference`.
 
 Types, limits and defaults come from the models, descriptions from the docstrings below the fields.
 """
@@ -12,14 +12,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from headway import config as models
-from headway.config import Config, Section
-from headway.config_problems import Key, dotted, section_of
+from headway.config import Config, Section, config, rollout, simulate
+from headway.config.problems import Key, dotted, section_of
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `make docs` from src/headway/config.py: edit the docstrings there. -->
+<!-- Written by `make docs` from src/headway/config/: edit the docstrings there. -->
 
 A configuration is a YAML file with the sections below. Everything has a default; a file states
 what differs. `headway run FILE --section.field VALUE` changes single fields: values are YAML, and a
@@ -127,7 +126,12 @@ def _default(field: FieldInfo) -> str:
 def _field_docs() -> dict[tuple[str, str], str]:
     """`(model, field)` to the docstring below the field, which Python itself does not keep."""
     docs = {}
-    for node in ast.parse(inspect.getsource(models)).body:
+    nodes = [
+        node
+        for module in (config, rollout, simulate)
+        for node in ast.parse(inspect.getsource(module)).body
+    ]
+    for node in nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         previous: ast.stmt | None = None

@@ -1,0 +1,45 @@
+"""The configuration: one frozen pydantic model per section, the important fields first.
+
+Names are the field's own (AReaL's block `rollout:` / `actor:` loads as it is). `file.py` reads a
+file and `--dotted.override` values, `problems.py` turns what is wrong into a message with file, key,
+reason and "did you mean", `reference.py` writes docs/configuration.md; the other modules only say
+what a configuration may be.
+"""
+
+from headway.config.base import ImpossibleError, Section
+from headway.config.config import (
+    BUILTIN_MODEL,
+    ActorConfig,
+    Config,
+    EngineConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    UpdateMode,
+    WeightsConfig,
+)
+from headway.config.rollout import PRESETS, Preset, RolloutConfig
+from headway.config.simulate import LatencyConfig, SimulateConfig
+
+__all__ = [
+    "BUILTIN_MODEL",
+    "PRESETS",
+    "ActorConfig",
+    "Config",
+    "EngineConfig",
+    "EnvironmentConfig",
+    "EvalConfig",
+    "ImpossibleError",
+    "LatencyConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Preset",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "SimulateConfig",
+    "UpdateMode",
+    "WeightsConfig",
+]
