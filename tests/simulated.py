@@ -36,6 +36,9 @@ def sim_config(**sections: dict[str, Any]) -> Config:
         "run": {"steps": 20, "stall_seconds": 10_000},
         "rollout": {
             "max_head_offpolicyness": 2,
+            "order": "completion",
+            "over_bound": "admit",
+            "pacing": "fill",
             "consumer_batch_size": 8,
             "group_size": 1,
             "filters": [],

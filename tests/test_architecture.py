@@ -19,6 +19,7 @@ MAX_LINES = 450
 MAX_METHODS = 5
 
 CORE_MAY_USE = {
+    "array",
     "collections",
     "dataclasses",
     "enum",

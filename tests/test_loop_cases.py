@@ -26,6 +26,7 @@ def run_ticks(
     latency: tuple[int, int],
     concurrent: int = 64,
     ticks: int = 60,
+    enforcement: str = "admission",
     **options: Any,
 ) -> SimulatedRun:
     """The reference model's run: instant training, admission at whole ticks only."""
@@ -34,7 +35,7 @@ def run_ticks(
         rollout={
             "max_head_offpolicyness": staleness,
             "max_concurrent_rollouts": concurrent,
-            "max_batches_ahead": 0,
+            "enforcement": enforcement,
         },
         simulate={"train_seconds": 0, "weight_sync_seconds": 0},
     )
@@ -64,7 +65,7 @@ def test_jitter_overshoots_the_bound(case: dict[str, int]) -> None:
 @pytest.mark.parametrize("case", CASES["ungated_S_1e9_80_ticks"])
 def test_without_the_staleness_term_concurrency_sets_the_age(case: dict[str, int]) -> None:
     concurrent = case["max_concurrent"]
-    run = run_ticks(2, latency=(3, 3), concurrent=concurrent, ticks=80, staleness_term=False)
+    run = run_ticks(2, latency=(3, 3), concurrent=concurrent, ticks=80, enforcement="ship")
     assert head_max(run) == case["max_age"] == concurrent // 8 - 1
 
 

@@ -1,9 +1,9 @@
 """The configuration: one frozen pydantic model per section, the important fields first.
 
 Names are the field's own (AReaL's block `rollout:` / `actor:` loads as it is). `file.py` reads a
-file and `--dotted.override` values, `problems.py` turns what is wrong into a message with file, key,
-reason and "did you mean", `reference.py` writes docs/configuration.md; the other modules only say
-what a configuration may be.
+file and `--dotted.override` values, `problems.py` turns what is wrong into a message with file,
+key, reason and "did you mean", `reference.py` writes docs/configuration.md; the other modules only
+say what a configuration may be.
 """
 
 from headway.config.base import ImpossibleError, Section

@@ -78,10 +78,15 @@ class Bound:
         return self.by_env.get(env, self.over_bound)
 
     def remedy(self, env: str) -> OverBound:
-        """What is done about a sample of this environment that is over the bound already: a wait
-        that was given up turns into `after_wait`."""
+        """What is done about a sample of this environment that is over the bound already.
+
+        A wait that was given up turns into `after_wait`; a wait without a time limit has no such
+        samples, and whatever breaks that promise shall meet the assertion of the bound.
+        """
         choice = self.choice(env)
-        return self.after_wait if choice is OverBound.WAIT else choice
+        if choice is OverBound.WAIT:
+            return OverBound.ADMIT if self.wait_seconds is None else self.after_wait
+        return choice
 
     @property
     def waits(self) -> bool:
@@ -154,11 +159,6 @@ class Bound:
             )
         if self.after_wait is OverBound.WAIT:
             yield "after_wait", "must be what follows a wait: admit, drop or trim"
-
-
-def newest_age(tail: int | None, step: int) -> int | None:
-    """Age of the youngest token in batch `step`; None when there is no live one."""
-    return None if tail is None else step - tail
 
 
 def trimmed(rollout: Rollout, oldest_version: int) -> Rollout:

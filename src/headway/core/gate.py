@@ -6,7 +6,8 @@ The formula is AReaL's `StalenessManager` (arXiv:2505.24298). It bounds *admissi
 admitted while the policy is at version `v`, at most `(S + v + 1) * B` are in the system, so a
 sample admitted at `v` is among the first `(S + v + 1) * B` to be admitted and, **if samples
 finish in the order in which they were admitted**, is trained in batch `v + S` or before, at an age
-of at most `S`. Any other completion order loses that bound (docs/tour.md shows by how much).
+of at most `S`. Any other completion order loses that bound; `core/bound.py` is what is done about
+it.
 
 The gate's state is data and is read off the ledger, which is the only place that counts samples:
 there is no second counter that a resume could forget.
@@ -47,13 +48,16 @@ class CapacityGate:
         batch_size: `B`, samples.
         max_concurrent: samples in flight.
         target_samples: samples that the whole run can use (`steps * B`); None for no end. Near the
-            step target admission closes by itself, so that nothing is generated in vain.
+            step target admission closes by itself, so that little is generated in vain.
+        spare_samples: admitted beyond that, so that the last batches need not wait for the last
+            stragglers.
     """
 
     max_head_offpolicyness: int | None
     batch_size: int
     max_concurrent: int
     target_samples: int | None = None
+    spare_samples: int = 0
 
     def capacity(self, state: GateState) -> int:
         """How many samples may be admitted now; negative when the limits were lowered.
@@ -73,7 +77,7 @@ class CapacityGate:
             fresh = (self.max_head_offpolicyness + version + 1) * self.batch_size - in_system
             slots = min(slots, fresh)
         if self.target_samples is not None:
-            slots = min(slots, self.target_samples - in_system)
+            slots = min(slots, self.target_samples + self.spare_samples - in_system)
         return slots
 
     @property
@@ -82,15 +86,6 @@ class CapacityGate:
         if self.max_head_offpolicyness is None:
             return None
         return (self.max_head_offpolicyness + 1) * self.batch_size
-
-    @property
-    def guaranteed_age(self) -> int | None:
-        """The head age that admission alone guarantees whatever the completion order; None: none.
-
-        With `S = 0` a batch is exactly the samples that were admitted at its own version, in any
-        order, so the age is 0. For `S > 0` slow samples are overtaken without limit.
-        """
-        return 0 if self.max_head_offpolicyness == 0 else None
 
 
 def check_start(gate: CapacityGate, start: GateState) -> None:

@@ -9,10 +9,19 @@ samples; the gate, the metrics and the summary read it.
 from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import NamedTuple
 
 from headway.core.gate import GateState
 from headway.core.rollout import GroupId
 from headway.errors import InvariantError
+
+
+class Admission(NamedTuple):
+    """What is known of a sample from the moment it is admitted."""
+
+    version: int
+    """The policy's when it was admitted: none of its tokens is older."""
+    env: str
 
 
 class SampleState(StrEnum):
@@ -21,13 +30,14 @@ class SampleState(StrEnum):
     | from     | to                            | on                                              |
     |----------|-------------------------------|-------------------------------------------------|
     | (none)   | running                       | the gate admits it                              |
-    | running  | finished                      | all its rollouts ended                          |
+    | running  | finished                      | all its rollouts ended and it is fetched        |
     | running  | failed(class)                 | retries are used up                             |
     | running  | dropped(reason)               | the run ends before it does                     |
     | finished | accepted                      | advantages and filters let it pass              |
     | finished | rejected(reason)              | a filter names it                               |
     | finished | dropped(reason)               | the run ends before it is judged                |
     | accepted | batched                       | a batch takes it                                |
+    | accepted | dropped(reason)               | it is too old for every batch to come           |
     | batched  | trained                       | the version that its batch produced is served   |
 
     trained, rejected, failed and dropped are final.
@@ -48,7 +58,7 @@ ARROWS: Mapping[SampleState, frozenset[SampleState]] = {
     SampleState.FINISHED: frozenset(
         {SampleState.ACCEPTED, SampleState.REJECTED, SampleState.DROPPED}
     ),
-    SampleState.ACCEPTED: frozenset({SampleState.BATCHED}),
+    SampleState.ACCEPTED: frozenset({SampleState.BATCHED, SampleState.DROPPED}),
     SampleState.BATCHED: frozenset({SampleState.TRAINED}),
     SampleState.TRAINED: frozenset(),
     SampleState.REJECTED: frozenset(),
@@ -87,6 +97,8 @@ class Ledger:
         }
         if start.rejected:
             self.reasons[SampleState.REJECTED]["before_resume"] = start.rejected
+        self.unbatched: dict[GroupId, Admission] = {}
+        """Samples that are running, finished or accepted, in the order of their admission."""
         self.num_admitted = start.admitted
         self.num_running = 0
         self.num_lost = start.rejected
@@ -106,10 +118,11 @@ class Ledger:
             running=self.num_running,
         )
 
-    def admit(self, group_id: GroupId) -> None:
+    def admit(self, group_id: GroupId, admission: Admission) -> None:
         """A new sample is running."""
         if group_id in self._states:
             raise InvariantError(f"sample {group_id} was admitted twice")
+        self.unbatched[group_id] = admission
         self._states[group_id] = SampleState.RUNNING
         self.counts[SampleState.RUNNING] += 1
         self.num_admitted += 1
@@ -129,6 +142,8 @@ class Ledger:
                 raise InvariantError(f"sample {group_id} became {to} without a reason")
             self.reasons[to][reason] += 1
             self.num_lost += 1
+        if to is SampleState.BATCHED or (to in _LOST and now is not SampleState.BATCHED):
+            del self.unbatched[group_id]
         if ARROWS[to]:
             self._states[group_id] = to
         else:
@@ -148,6 +163,7 @@ class Ledger:
             or min(self.counts.values()) < 0
             or self.counts[SampleState.RUNNING] != self.num_running
             or sum(self.counts[state] for state in _LOST) != self.num_lost
+            or len(self.unbatched) != len(self._states) - self.counts[SampleState.BATCHED]
         ):
             raise InvariantError(
                 f"the ledger does not add up: admitted {self.num_admitted}, states {self.counts}, "

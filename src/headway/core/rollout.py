@@ -181,3 +181,8 @@ class Batch:
     def num_trainable(self) -> int:
         """Tokens that contribute to the loss."""
         return sum(rollout.num_trainable for rollout in self.rollouts)
+
+    @property
+    def num_trimmed(self) -> int:
+        """Sampled tokens that do not, for their age."""
+        return sum(rollout.num_trimmed for rollout in self.rollouts)

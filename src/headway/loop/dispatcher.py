@@ -3,12 +3,15 @@
 | loop       | consumes       | produces     | waits for              | unblocked by            |
 |------------|----------------|--------------|------------------------|-------------------------|
 | feed       | task source    | input queue  | room in the input queue| submission              |
-| submission | input and eval | sample tasks | a prompt and capacity  | feed, finished samples, |
-|            | queue          |              |                        | version bump, rejection |
+| submission | input and eval | sample tasks | a prompt and capacity  | `pump`, by whoever may  |
+|            | queue          |              |                        | have opened the gate    |
 | (samples)  |                | output queue | room in the output     | whoever fetches         |
 
-It charges a sample to the ledger when it starts and frees its concurrency slot when it is in the
-output queue: a slow consumer therefore holds slots, which is the back-pressure. It knows no sink.
+It charges a sample to the ledger when it starts and frees its concurrency slot when it is fetched:
+a slow consumer therefore holds slots, which is the back-pressure. It knows no sink.
+
+Admission (`pump`) is synchronous: it happens in the same step of the event loop as whatever opened
+the gate, so that what is admitted follows from the order of events alone (`loop/trace.py`).
 """
 
 import asyncio
@@ -17,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from headway.core.gate import CapacityGate
-from headway.core.ledger import Ledger, SampleState
+from headway.core.ledger import Admission, Ledger, SampleState
 from headway.core.rollout import Group, GroupId, Task
 from headway.errors import (
     EngineError,
@@ -28,6 +31,7 @@ from headway.errors import (
 from headway.loop.policy import PolicyHandle
 from headway.loop.rollout_runner import SampleRequest
 from headway.loop.signal import Signal, WaitBoard
+from headway.loop.trace import Trace
 from headway.ports import TaskSource
 
 BURST = 256
@@ -41,6 +45,14 @@ class FinishedSample:
     request: SampleRequest
     group: Group | None
     error: EngineError | EnvironmentFailure | None
+
+    @property
+    def ended(self) -> Group | Exception:
+        """Whichever it is."""
+        if self.group is not None:
+            return self.group
+        assert self.error is not None
+        return self.error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +77,8 @@ class Dispatcher:
         queue_size: of the input and of the output queue, samples.
         eval_concurrent: eval samples in flight, beside the training ones. They are not charged to
             the gate.
+        limit: samples that may be admitted now for other reasons than the gate's (pacing, a parked
+            batch); None: no limit.
     """
 
     def __init__(
@@ -76,6 +90,8 @@ class Dispatcher:
         ledger: Ledger,
         policy: PolicyHandle,
         waits: WaitBoard,
+        trace: Trace,
+        limit: Callable[[], int | None],
         queue_size: int,
         group_size: int,
         temperature: float,
@@ -88,6 +104,9 @@ class Dispatcher:
         self._ledger = ledger
         self._policy = policy
         self._waits = waits
+        self._trace = trace
+        self._limit = limit
+        self._tasks: asyncio.TaskGroup | None = None
         self._queue_size = queue_size
         self._group_size = group_size
         self._temperature = temperature
@@ -102,44 +121,66 @@ class Dispatcher:
         self._closed = False
         self._source_ended = False
         self._num_eval_running = 0
+        self._num_changes = 0
         self.admissions = 0
-        policy.subscribe(lambda _: self._changed.notify())
 
     # --- what others call -------------------------------------------------------------------
 
     def pause(self) -> None:
         """Stop starting samples; running ones go on and can be fetched."""
+        self._trace.ordered("pause")
         self._paused = True
 
     def resume(self) -> None:
         """Start samples again, at once."""
+        self._trace.ordered("resume")
         self._paused = False
-        self._changed.notify()
+        self.pump()
 
     def close(self) -> None:
         """Start no more training samples, ever (drain); evals still run."""
-        self._closed = True
-        self._changed.notify()
+        if not self._closed:
+            self._trace.ordered("close")
+            self._closed = True
+            self._notify()
 
-    def recheck(self) -> None:
-        """The ledger changed in a way that may have opened the gate (a rejection)."""
-        self._changed.notify()
+    def pump(self) -> None:
+        """Start what can be started now. Whoever may have opened the gate calls this."""
+        if self._tasks is not None:
+            self._start_samples(self._tasks)
+        self._notify()
+
+    def requeue(self, tasks: list[Task]) -> None:
+        """Put prompts whose samples were discarded first in line, under new sample numbers."""
+        self._inputs.extendleft(reversed(tasks))
 
     def submit_eval(self, requests: list[SampleRequest]) -> None:
         """Queue eval samples; the caller bounds their number (one evaluation at a time)."""
         self._evals.extend(requests)
-        self._changed.notify()
+        self.pump()
 
     async def fetch(self) -> FinishedSample:
-        """Take one finished sample; taking is the last thing that can be cancelled."""
+        """Take one finished sample and free its slot; taking is the last thing that can be
+        cancelled. The caller `pump`s once it has dealt with it."""
         if self._outputs.empty():
             with self._waits.waiting("fetch", "a finished sample"):
                 finished = await self._outputs.get()
         else:
             finished = self._outputs.get_nowait()
-        if self._closed:
-            self._changed.notify()
+        # From here on there is no await: taking it and freeing its slot is one step.
+        request, error = finished.request, finished.error
+        if not request.is_eval:
+            self._trace.ended(request.group_id, finished.ended)
+            if error is None:
+                self._ledger.move(request.group_id, SampleState.FINISHED)
+            else:
+                reason = str(error.failure_class)
+                self._ledger.move(request.group_id, SampleState.FAILED, reason)
         return finished
+
+    def _notify(self) -> None:
+        self._num_changes += 1
+        self._changed.notify()
 
     async def drained(self) -> None:
         """Return once no sample is running or waits to be fetched; the caller has the deadline."""
@@ -170,17 +211,18 @@ class Dispatcher:
             task = await self._source.next_task()
             if task is None:
                 self._source_ended = True
-                self._changed.notify()
+                self._notify()
                 return
             self._inputs.append(task)
             if len(self._inputs) == 1:
-                self._changed.notify()
+                self.pump()
 
     async def run_submission(self, tasks: asyncio.TaskGroup) -> None:
-        """Start samples whenever there is a prompt and capacity. Raises TaskSourceExhausted."""
+        """Lend the TaskGroup to `pump`, and go on where a large opening was interrupted. Raises
+        TaskSourceExhausted."""
+        self._tasks = tasks
         while True:
-            started = self._start_samples(tasks)
-            if started == BURST:
+            if self._start_samples(tasks) == BURST:
                 await asyncio.sleep(0)
                 continue
             if self._is_exhausted():
@@ -188,27 +230,24 @@ class Dispatcher:
                     f"the task source ended after {self._next_group_id} samples, before the step "
                     "target: give it more tasks, let it repeat, or lower run.steps"
                 )
-            if not self._can_start():
-                await self._waits.until(
-                    "submission", self._what_for(), self._changed, self._can_start
-                )
+            seen = self._num_changes
+
+            def has_news(seen: int = seen) -> bool:
+                return self._num_changes != seen
+
+            await self._waits.until("submission", self._what_for(), self._changed, has_news)
 
     def _has_room(self) -> bool:
         return len(self._inputs) < self._queue_size
 
-    def _can_start(self) -> bool:
-        if self._paused:
-            return False
-        if self._evals and self._num_eval_running < self._eval_concurrent:
-            return True
-        return self._capacity() > 0 and (bool(self._inputs) or self._is_exhausted())
-
     def _is_exhausted(self) -> bool:
         """No prompt is left, and neither is anything that could still fill a batch."""
+        target = self._gate.target_samples
         return (
             self._source_ended
             and not self._inputs
             and self._capacity() > 0
+            and (target is None or self._ledger.num_accepted < target)
             and self._ledger.num_running == 0
             and self._outputs.empty()
         )
@@ -217,7 +256,9 @@ class Dispatcher:
         if self._closed:
             return 0
         ledger = self._ledger
-        return self._gate.slots(self._policy.version, ledger.num_accepted, ledger.num_running)
+        slots = self._gate.slots(self._policy.version, ledger.num_accepted, ledger.num_running)
+        limit = self._limit()
+        return slots if limit is None else min(slots, limit)
 
     def _what_for(self) -> str:
         if self._paused:
@@ -226,9 +267,14 @@ class Dispatcher:
             return "nothing: admission is closed"
         if not self._inputs and self._capacity() > 0:
             return "the task source"
-        if self._ledger.num_running >= self._gate.max_concurrent:
+        ledger, version = self._ledger, self._policy.version
+        if ledger.num_running >= self._gate.max_concurrent:
             return "a rollout to finish (max_concurrent_rollouts)"
-        return f"version {self._policy.version + 1} (max_head_offpolicyness)"
+        if self._gate.slots(version, ledger.num_accepted, ledger.num_running) <= 0:
+            return f"version {version + 1} (max_head_offpolicyness)"
+        if self._policy.announced > version:
+            return f"version {self._policy.announced} to be served"
+        return "the trainer to take a batch (pacing, or a parked batch)"
 
     def _start_samples(self, tasks: asyncio.TaskGroup) -> int:
         started = 0
@@ -249,7 +295,9 @@ class Dispatcher:
     def _admit(self, task: Task) -> SampleRequest:
         group_id = GroupId(self._next_group_id)
         self._next_group_id += 1
-        self._ledger.admit(group_id)
+        version = self._policy.version
+        self._ledger.admit(group_id, Admission(version, task.env))
+        self._trace.admitted(group_id, task, version)
         self.admissions += 1
         return SampleRequest(
             group_id=group_id,
@@ -267,14 +315,9 @@ class Dispatcher:
             error = failure
         finished = FinishedSample(request=request, group=group, error=error)
         await self._outputs.put(finished)
-        # From here to the end there is no await: the sample is in the queue and its slot is free.
         if request.is_eval:
             self._num_eval_running -= 1
-        elif error is None:
-            self._ledger.move(request.group_id, SampleState.FINISHED)
-        else:
-            self._ledger.move(request.group_id, SampleState.FAILED, str(error.failure_class))
-        self._changed.notify()
+            self.pump()
 
     def drop_running(self, reason: str) -> None:
         """Account for the samples that a stop cut off. Called once all sample tasks have ended."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 
+from headway.config import Config
 from headway.loop.dispatcher import Dispatcher
 from headway.loop.engine_meter import EngineMeter
 from headway.loop.policy import PolicyHandle
@@ -16,6 +17,27 @@ from headway.loop.train_sink import TrainSink
 from headway.ports import MetricsSink
 
 PARTS = ("feed", "submission", "fetch", "ship", "watcher")
+
+
+def run_row(config: Config, labels: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The first row of a run: what was set, and the bound that it guarantees."""
+    rollout = config.rollout
+    return {
+        "kind": "run",
+        "run_dir": config.run.dir,
+        "seed": config.run.seed,
+        "steps": config.run.steps,
+        "configured": rollout.max_head_offpolicyness,
+        "guaranteed": config.bound.guaranteed_age,
+        "enforcement": rollout.enforcement,
+        "order": rollout.order,
+        "over_bound": rollout.over_bound,
+        "pacing": rollout.pacing,
+        "batch_size": rollout.consumer_batch_size,
+        "group_size": rollout.group_size,
+        "max_concurrent": rollout.max_concurrent,
+        **labels,
+    }
 
 
 class IntervalRow:

@@ -8,13 +8,12 @@
 | part       | consumes            | produces         | waits for             | unblocked by       |
 |------------|---------------------|------------------|-----------------------|--------------------|
 | feed       | task source         | input queue      | room in input queue   | submission         |
-| submission | input queue, evals  | sample tasks     | a prompt, capacity    | feed, finished     |
-|            |                     |                  |                       | samples, version,  |
-|            |                     |                  |                       | rejection          |
+| submission | input queue, evals  | sample tasks     | a prompt, capacity    | feed, fetch,       |
+|            |                     |                  |                       | watcher, ship      |
 | fetch      | output queue        | train sink, eval | a finished sample,    | samples, ship      |
 |            |                     | sink             | room in the sink      |                    |
-| ship       | train sink          | store, trainer   | a full batch; version | fetch; watcher     |
-|            |                     |                  | >= step - ahead       |                    |
+| ship       | train sink          | store, trainer   | a batch; published    | fetch; watcher     |
+|            |                     |                  | version >= step-ahead |                    |
 | watcher    | weight channel      | engines, version | a newer version       | trainer            |
 | metrics    | statistics          | metric rows      | its interval          | time               |
 | watchdog   | progress, ledger    | nothing, or an   | its interval          | time               |
@@ -23,6 +22,10 @@
 
 One TaskGroup owns all of them and the sample tasks. A part that ends early is an error that names
 it. The version path (watcher) awaits no queue, so it cannot deadlock with what waits for a version.
+
+Decisions (what is admitted, judged, dropped, batched) are taken by synchronous calls in the step of
+the event loop that deals with their cause: `_decide` after a fetch, an announced or served version,
+a shipped batch. Tasks wait for causes, never for decisions.
 """
 
 import asyncio
@@ -34,18 +37,20 @@ from headway.config import Config
 from headway.core.gate import CapacityGate, GateState, check_start
 from headway.core.guards import EmptyBatchGuard, FailureGuard
 from headway.core.ledger import Ledger, SampleState
+from headway.core.pacing import JustInTime, Pacing, PacingState
 from headway.core.rollout import Task
 from headway.errors import HeadwayError, PartEndedError, TrainerError
 from headway.loop.dispatcher import Dispatcher
 from headway.loop.engine_meter import EngineMeter
 from headway.loop.eval_sink import EvalResult, EvalSink
-from headway.loop.metrics_loop import IntervalRow, MetricsLoop
+from headway.loop.metrics_loop import IntervalRow, MetricsLoop, run_row
 from headway.loop.outcome import COMPLETED, Outcome, RunEnded, outcome_of
 from headway.loop.policy import PolicyHandle
 from headway.loop.rollout_runner import RolloutRunner
 from headway.loop.ship_gate import ShipGate
 from headway.loop.signal import Signal, WaitBoard
-from headway.loop.step_log import ShippedBatch, StepLog
+from headway.loop.step_log import ShippedBatch, StepLog, TakenBatch
+from headway.loop.trace import Trace
 from headway.loop.train_sink import TrainSink
 from headway.loop.watchdog import Watchdog
 from headway.loop.weight_watcher import VersionServed, WeightWatcher
@@ -53,6 +58,7 @@ from headway.ports import (
     Engine,
     Environment,
     MetricsSink,
+    PublishedWeights,
     RunStore,
     TaskSource,
     TrainerLink,
@@ -78,6 +84,7 @@ class Ports:
     channel: WeightChannel
     store: RunStore
     metrics: MetricsSink
+    trace: MetricsSink | None = None
     eval_tasks: Sequence[Task] = ()
     watched: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     labels: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +100,7 @@ class Orchestrator:
         start: counts to start from; default is a new run. `start.version` is what engines serve.
         check_first_step: refuse a start state that would admit more than `(S + 1) * B` samples
             before the first version bump, which is how a resume loses its bound.
-        staleness_term: off removes `S` from the gate (to show what it is for).
+        pacing: what the controller of `pacing: just_in_time` remembers of the run so far.
     """
 
     def __init__(
@@ -103,21 +110,36 @@ class Orchestrator:
         *,
         start: GateState | None = None,
         check_first_step: bool = True,
-        staleness_term: bool = True,
+        pacing: PacingState | None = None,
     ) -> None:
         rollout = config.rollout
         start = start or GateState()
         self.config = config
         self._ports = ports
         self._loop = asyncio.get_running_loop()
+        self.started_at = self._loop.time()
+        self.bound = config.bound
         self.policy = PolicyHandle(start.version)
+        self.trace = Trace(now=self._now, sink=ports.trace)
         self.ledger = Ledger(start)
         self.waits = WaitBoard()
         self.gate = CapacityGate(
-            max_head_offpolicyness=rollout.max_head_offpolicyness if staleness_term else None,
+            max_head_offpolicyness=(
+                rollout.max_head_offpolicyness if self.bound.enforcement.bounds_admission else None
+            ),
             batch_size=rollout.consumer_batch_size,
             max_concurrent=rollout.max_concurrent,
             target_samples=config.run.steps * rollout.consumer_batch_size,
+            spare_samples=rollout.consumer_batch_size,
+        )
+        self.pacer = (
+            JustInTime(
+                batch_size=rollout.consumer_batch_size,
+                ceiling=self.gate.first_step_limit,
+                state=pacing,
+            )
+            if rollout.pacing is Pacing.JUST_IN_TIME
+            else None
         )
         if check_first_step:
             check_start(self.gate, start)
@@ -137,6 +159,8 @@ class Orchestrator:
             ledger=self.ledger,
             policy=self.policy,
             waits=self.waits,
+            trace=self.trace,
+            limit=self._admission_limit,
             queue_size=rollout.queue_size,
             group_size=rollout.group_size,
             temperature=rollout.temperature,
@@ -144,11 +168,12 @@ class Orchestrator:
             first_group_id=start.admitted,
         )
         self.train_sink = TrainSink(
-            batch_size=rollout.consumer_batch_size,
+            bound=self.bound,
             baseline=config.actor.advantage,
             filters=rollout.filters,
             ledger=self.ledger,
             guard=EmptyBatchGuard(rollout.consumer_batch_size, config.run.max_empty_batches),
+            trace=self.trace,
         )
         self.eval_sink = EvalSink(
             tasks=ports.eval_tasks,
@@ -162,25 +187,28 @@ class Orchestrator:
             policy=self.policy,
             waits=self.waits,
             update_seconds=config.engine.update_seconds + UPDATE_GRACE_SECONDS,
+            on_announced=self._on_announced,
             on_served=self._on_served,
         )
         self._sink_changed = Signal()
         self.ship_gate = ShipGate(
             sink=self.train_sink,
-            sink_changed=self._sink_changed,
             policy=self.policy,
-            gate=self.gate,
+            bound=self.bound,
             store=ports.store,
             trainer=ports.trainer,
             waits=self.waits,
+            trace=self.trace,
             max_batches_ahead=rollout.max_batches_ahead,
             steps=range(start.version, config.run.steps),
+            now=self._now,
+            num_unbatched=lambda: len(self.ledger.unbatched),
+            on_taken=self._on_taken,
             on_shipped=self._on_shipped,
         )
         self.watchdog = Watchdog(
             ledger=self.ledger, waits=self.waits, stall_seconds=config.run.stall_seconds
         )
-        self.started_at = self._loop.time()
         self.log = StepLog(self.ledger, self.started_at, first_step=start.version)
         self.evals: list[EvalResult] = []
         self._failures = FailureGuard(rollout.max_failed_samples)
@@ -210,7 +238,9 @@ class Orchestrator:
 
     async def run(self) -> Outcome:
         """Run to the step target, to `stop()`, or to the first error, which is in the outcome."""
-        self._emit_run_row()
+        self._emit(run_row(self.config, self._ports.labels))
+        for text in self.config.warnings:
+            self._event("warning", text)
         parts = asyncio.create_task(self._run_parts(), name="parts")
         parts.add_done_callback(lambda _: self._ending.notify())
         try:
@@ -282,6 +312,7 @@ class Orchestrator:
         def start(name: str, part: Awaitable[None], *, may_end: bool = False) -> None:
             tasks.create_task(self._part(name, part, may_end), name=name)
 
+        self._decide()
         start("feed", self.dispatcher.run_feed(), may_end=True)
         start("submission", self.dispatcher.run_submission(tasks))
         start("fetch", self._run_fetch())
@@ -332,24 +363,57 @@ class Orchestrator:
             self.watchdog.progress()
             if finished.request.is_eval:
                 self.eval_sink.add(finished)
-            elif finished.error is not None:
+                continue
+            if finished.error is not None:
                 self._event("warning", f"sample {finished.request.group_id}: {finished.error}")
                 self._failures.failed(finished.error)
             elif finished.group is not None:
                 self._failures.finished()
-                if self.train_sink.add(finished.group) is not None:
-                    self.dispatcher.recheck()
-                elif self.train_sink.is_full:
-                    self._sink_changed.notify()
+                self.train_sink.add(finished.group)
+            self._decide()
+
+    # --- decisions ------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """Something happened: put a batch together, and admit samples, if that is possible now."""
+        self.ship_gate.poll()
+        if requeued := self.train_sink.take_requeued():
+            self.dispatcher.requeue(requeued)
+        self.dispatcher.pump()
+
+    def _admission_limit(self) -> int | None:
+        """Samples that may be admitted now for all that the gate does not know."""
+        if self.bound.enforcement.holds_while_parked and self.ship_gate.is_parked:
+            return 0
+        if self.pacer is None:
+            return None
+        if self.policy.announced > self.policy.version:
+            # What starts now would be a version older than what starts after the update.
+            return 0
+        return self.pacer.limit() - len(self.ledger.unbatched)
+
+    def _on_taken(self, taken: TakenBatch) -> None:
+        if self.pacer is not None:
+            self.pacer.batch_taken(taken)
+        self._sink_changed.notify()
 
     # --- what parts report ----------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._loop.time() - self.started_at
 
     def _on_shipped(self, shipped: ShippedBatch) -> None:
         self.watchdog.progress()
         self._shipped[shipped.step] = shipped
+        self._decide()
+
+    def _on_announced(self, weights: PublishedWeights) -> None:
+        self.trace.announced(weights)
+        self._decide()
 
     def _on_served(self, served: VersionServed) -> None:
         version = served.weights.version
+        self.trace.served(version)
         now = self._loop.time()
         self.watchdog.progress()
         for step in range(self.log.first_step + self.log.num_trained, version):
@@ -365,8 +429,11 @@ class Orchestrator:
             self._emit(row)
         every = self.config.eval.every
         if version >= self.config.run.steps:
+            self.dispatcher.close()
             self._done.notify()
-        elif every and version % every == 0 and not self.eval_sink.start(version):
+            return
+        self._decide()
+        if every and version % every == 0 and not self.eval_sink.start(version):
             self._event("warning", f"no eval at version {version}: the last one is still running")
 
     def _on_eval(self, result: EvalResult) -> None:
@@ -377,26 +444,7 @@ class Orchestrator:
     # --- rows -----------------------------------------------------------------------------------
 
     def _emit(self, row: Mapping[str, Any]) -> None:
-        self._ports.metrics.emit({"time": self._loop.time() - self.started_at, **row})
+        self._ports.metrics.emit({"time": self._now(), **row})
 
     def _event(self, level: str, text: str) -> None:
         self._emit({"kind": "event", "level": level, "text": text})
-
-    def _emit_run_row(self) -> None:
-        config = self.config
-        self._emit(
-            {
-                "kind": "run",
-                "run_dir": config.run.dir,
-                "seed": config.run.seed,
-                "steps": config.run.steps,
-                "configured": config.rollout.max_head_offpolicyness,
-                "guaranteed": self.gate.guaranteed_age,
-                "batch_size": config.rollout.consumer_batch_size,
-                "group_size": config.rollout.group_size,
-                "max_concurrent": config.rollout.max_concurrent,
-                **self._ports.labels,
-            }
-        )
-        for text in config.warnings:
-            self._event("warning", text)

@@ -1,7 +1,5 @@
 """The policy handle: the one place that knows the current version."""
 
-from collections.abc import Callable
-
 from headway.errors import InvariantError
 from headway.loop.signal import Signal
 
@@ -9,31 +7,39 @@ from headway.loop.signal import Signal
 class PolicyHandle:
     """The version that engines serve. Everybody reads it here; only the weight watcher raises it.
 
-    `advance` wakes every waiter itself and calls observers synchronously: no observer can block a
-    version bump, and nobody has to be told separately.
+    `advance` wakes every waiter itself: nobody has to be told separately.
     """
 
     def __init__(self, version: int = 0) -> None:
         self._version = version
+        self._announced = version
         self._changed = Signal()
-        self._observers: list[Callable[[int], None]] = []
 
     @property
     def version(self) -> int:
         """Number of policy updates applied."""
         return self._version
 
-    def subscribe(self, observer: Callable[[int], None]) -> None:
-        """Call `observer(version)` at every bump; it must not block."""
-        self._observers.append(observer)
+    @property
+    def announced(self) -> int:
+        """Newest version that the trainer has published; above `version` while engines load it."""
+        return self._announced
+
+    def announce(self, version: int) -> None:
+        """The trainer has published `version`. Raises InvariantError going back."""
+        if version <= self._announced:
+            raise InvariantError(f"version {version} was published after {self._announced}")
+        self._announced = version
 
     def advance(self, version: int) -> None:
-        """Bump to `version`, tell observers, wake waiters. Raises InvariantError going back."""
-        if version <= self._version:
-            raise InvariantError(f"the version cannot go from {self._version} to {version}")
+        """All engines serve `version`: wake waiters. Raises InvariantError going back, or when it
+        was not announced."""
+        if not self._version < version <= self._announced:
+            raise InvariantError(
+                f"the version cannot go from {self._version} to {version} "
+                f"({self._announced} was published)"
+            )
         self._version = version
-        for observer in self._observers:
-            observer(version)
         self._changed.notify()
 
     async def reached(self, version: int) -> None:

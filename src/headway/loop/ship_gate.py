@@ -1,26 +1,35 @@
-"""The ship gate: holds a full batch until the trainer may have it, persists it, hands it over."""
+"""The ship gate: has a batch put together when the trainer may have it, persists it, hands it over.
+
+Deciding (`poll`) is synchronous: it happens in the same step of the event loop as whatever may have
+made a batch possible. Writing and handing over is the gate's own loop.
+"""
 
 import asyncio
 from collections.abc import Callable
 
 from headway.core.ages import Ages
-from headway.core.gate import CapacityGate
+from headway.core.bound import Bound
 from headway.core.rollout import Batch
 from headway.errors import InvariantError
 from headway.loop.policy import PolicyHandle
 from headway.loop.signal import Signal, WaitBoard
-from headway.loop.step_log import ShippedBatch
+from headway.loop.step_log import ShippedBatch, TakenBatch
+from headway.loop.trace import Trace
 from headway.loop.train_sink import TrainSink
 from headway.ports import RunStore, TrainerLink
 
 
 class ShipGate:
-    """Ships batch `k` once it is full and the version is at least `k - max_batches_ahead`.
+    """Ships batch `k` once the trainer has published version `k - max_batches_ahead`.
 
     A batch is put together as late as that, then persisted, then handed over, in this order.
 
     Args:
-        sink_changed: notified when the sink may have become full; notified here when it has room.
+        max_batches_ahead: at most `S` of them have an effect: a batch further ahead could hold
+            nothing that is young enough.
+        now: seconds since the start of the run.
+        num_unbatched: samples in the system that no batch has taken.
+        on_taken: a batch has been put together. Synchronous.
         on_shipped: a batch is persisted and about to be handed over. Synchronous.
     """
 
@@ -28,69 +37,151 @@ class ShipGate:
         self,
         *,
         sink: TrainSink,
-        sink_changed: Signal,
         policy: PolicyHandle,
-        gate: CapacityGate,
+        bound: Bound,
         store: RunStore,
         trainer: TrainerLink,
         waits: WaitBoard,
+        trace: Trace,
         max_batches_ahead: int,
         steps: range,
+        now: Callable[[], float],
+        num_unbatched: Callable[[], int],
+        on_taken: Callable[[TakenBatch], None],
         on_shipped: Callable[[ShippedBatch], None],
     ) -> None:
         self._sink = sink
-        self._sink_changed = sink_changed
         self._policy = policy
-        self._gate = gate
+        self._bound = bound
         self._store = store
         self._trainer = trainer
         self._waits = waits
-        self._max_batches_ahead = max_batches_ahead
+        self._trace = trace
+        self._ahead = min(max_batches_ahead, bound.max_age)
         self._steps = steps
+        self._now = now
+        self._num_unbatched = num_unbatched
+        self._on_taken = on_taken
         self._on_shipped = on_shipped
+        self._changed = Signal()
+        self._taken: TakenBatch | None = None
+        self._full_at: float | None = None
+        self._ready: tuple[float, int, int] | None = None
+        self._held_since: float | None = None
+        self._gave_up = False
+        self._timer: asyncio.TimerHandle | None = None
         self.num_shipped = steps.start
         """Batches handed over since version 0."""
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether a full batch waits for the trainer."""
+        return self._sink.is_full and not self._is_due
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the trainer could have a batch and there is none."""
+        return self._ready is not None and self._taken is None
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the trainer may have the next batch."""
+        if self.num_shipped >= self._steps.stop or self._taken is not None:
+            return False
+        return self._policy.announced >= self.num_shipped - self._ahead
+
+    def poll(self) -> None:
+        """Put the next batch together if that is possible now. Whoever changes what this depends
+        on calls it: an accepted, rejected or failed sample, a published version, a shipped batch.
+        """
+        now = self._now()
+        if self._full_at is None and self._sink.is_full:
+            self._full_at = now
+            self._changed.notify()
+        if not self._is_due:
+            return
+        if self._ready is None:
+            self._ready = (now, len(self._sink), self._num_unbatched())
+            self._changed.notify()
+        step = self.num_shipped
+        batch = self._sink.assemble(step, gave_up=self._gave_up)
+        if batch is None:
+            self._hold(step, now)
+            return
+        ready_at, num_ready, num_unbatched = self._ready
+        self._taken = TakenBatch(
+            batch=batch,
+            ages=self._checked_ages(batch),
+            rewards=self._sink.take_rewards(),
+            full_at=now if self._full_at is None else self._full_at,
+            ready_at=ready_at,
+            taken_at=now,
+            num_ready=num_ready,
+            num_unbatched=num_unbatched,
+            held_seconds=0.0 if self._held_since is None else now - self._held_since,
+        )
+        self._full_at = now if self._sink.is_full else None
+        self._ready = self._held_since = None
+        self._gave_up = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._on_taken(self._taken)
+        self._changed.notify()
+
+    def _hold(self, step: int, now: float) -> None:
+        if not self._sink.is_full:
+            self._full_at = None
+        if not self._sink.held_for or self._held_since is not None:
+            return
+        self._held_since = now
+        self._changed.notify()
+        if self._bound.wait_seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._bound.wait_seconds, self._give_up, step)
+
+    def _give_up(self, step: int) -> None:
+        self._trace.gave_up(step)
+        self._timer = None
+        self._gave_up = True
+        self.poll()
+
     async def run(self) -> None:
-        """Ship every step, in order, then end. Raises StoreError, TrainerError, InvariantError."""
-        loop = asyncio.get_running_loop()
+        """Write and hand over every batch, in order, then end. Raises StoreError, TrainerError."""
         for step in self._steps:
-            await self._waits.until(
-                "ship", f"batch {step} to fill", self._sink_changed, lambda: self._sink.is_full
-            )
-            full_at = loop.time()
-            needed = step - self._max_batches_ahead
-            with self._waits.waiting("ship", f"the trainer to reach version {needed}"):
-                await self._policy.reached(needed)
-            taken_at = loop.time()
-            batch = self._sink.take_batch(step)
-            rewards = self._sink.take_rewards()
-            ages = self._checked_ages(batch)
-            self._sink_changed.notify()
+            while (taken := self._taken) is None:
+                what = self._what_for(step)
+
+                def has_news(what: str = what, step: int = step) -> bool:
+                    return self._taken is not None or self._what_for(step) != what
+
+                await self._waits.until("ship", what, self._changed, has_news)
+            started_at = self._now()
             with self._waits.waiting("ship", f"batch {step} to be written"):
-                await self._store.write_batch(batch)
+                await self._store.write_batch(taken.batch)
+            self._trace.shipped(step)
+            self._taken = None
             self.num_shipped = step + 1
-            self._on_shipped(
-                ShippedBatch.of(
-                    batch,
-                    ages,
-                    rewards=rewards,
-                    parked_seconds=taken_at - full_at,
-                    write_seconds=loop.time() - taken_at,
-                )
-            )
-            await self._trainer.ship(batch)
+            self._on_shipped(ShippedBatch.of(taken, write_seconds=self._now() - started_at))
+            await self._trainer.ship(taken.batch)
+
+    def _what_for(self, step: int) -> str:
+        if self._held_since is not None:
+            return f"the samples that must be in batch {step} (over_bound: wait)"
+        if not self._sink.is_full:
+            return f"batch {step} to fill"
+        return f"the trainer to publish version {step - self._ahead}"
 
     def _checked_ages(self, batch: Batch) -> Ages:
         """Ages of a batch, with the promised bound asserted in production."""
         ages = Ages.of_batch(batch.step, batch.rollouts)
         youngest = min(ages.tokens.counts, default=0)
-        bound = self._gate.guaranteed_age
+        bound = self._bound.guaranteed_age
         oldest = ages.heads.max
         if youngest < 0 or (bound is not None and oldest is not None and oldest > bound):
             raise InvariantError(
                 f"batch {batch.step} holds ages {youngest} to {oldest}, guaranteed are 0 to {bound}"
-                f" (S = {self._gate.max_head_offpolicyness}, version {self._policy.version}, "
-                f"heads {dict(sorted(ages.heads.counts.items()))})"
+                f" ({self._bound}, version {self._policy.version}, heads "
+                f"{dict(sorted(ages.heads.counts.items()))})"
             )
         return ages

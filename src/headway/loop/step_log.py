@@ -1,7 +1,7 @@
 """What is remembered of every batch from the moment it is full until its version is served."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,26 @@ from headway.core.ages import Ages
 from headway.core.ledger import Ledger, SampleState
 from headway.core.rollout import Batch, GroupId
 from headway.loop.weight_watcher import VersionServed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenBatch:
+    """A batch at the moment when it was put together; instants `_at` are seconds since the start.
+
+    `full_at`: a batch's worth of samples was there. `ready_at`: the trainer could have had it;
+    `num_ready` accepted and `num_unbatched` samples in all were there then. `held_seconds`: from
+    both on, until everything was there that it had to wait for.
+    """
+
+    batch: Batch
+    ages: Ages
+    rewards: list[float]
+    full_at: float
+    ready_at: float
+    taken_at: float
+    num_ready: int
+    num_unbatched: int
+    held_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +51,19 @@ class ShippedBatch:
     env_metrics: Mapping[str, float]
     assembled_seconds: float
     parked_seconds: float
+    starved_seconds: float
+    held_seconds: float
     write_seconds: float
+    num_trimmed: int
 
     @classmethod
-    def of(
-        cls,
-        batch: Batch,
-        ages: Ages,
-        *,
-        rewards: Sequence[float],
-        parked_seconds: float,
-        write_seconds: float,
-    ) -> "ShippedBatch":
-        """Condense a batch; `rewards` are those of all rollouts judged since the batch before. When
-        all of the batch were judged before that (it was full twice over), its own count."""
+    def of(cls, taken: TakenBatch, *, write_seconds: float) -> "ShippedBatch":
+        """Condense a batch. When all of it was judged before the batch before was taken (it was
+        full twice over), the rewards are its own."""
+        batch = taken.batch
         rollouts = batch.rollouts
         trained = [rollout.reward for rollout in rollouts]
-        rewards = rewards or trained
+        rewards = taken.rewards or trained
         finished = [rollout.timings.finished_at for rollout in rollouts]
         metrics: dict[str, list[float]] = defaultdict(list)
         for rollout in rollouts:
@@ -56,7 +72,7 @@ class ShippedBatch:
         return cls(
             step=batch.step,
             group_ids=tuple(trainable.group.group_id for trainable in batch.groups),
-            ages=ages,
+            ages=taken.ages,
             num_rollouts=len(rollouts),
             num_tokens=batch.num_trainable,
             rollout_tokens_mean=batch.num_trainable / len(rollouts),
@@ -65,8 +81,11 @@ class ShippedBatch:
             trained_reward_mean=float(np.mean(trained)),
             env_metrics={name: float(np.mean(values)) for name, values in metrics.items()},
             assembled_seconds=max(finished) - min(finished),
-            parked_seconds=parked_seconds,
+            parked_seconds=max(taken.ready_at - taken.full_at, 0.0),
+            starved_seconds=taken.taken_at - taken.ready_at - taken.held_seconds,
+            held_seconds=taken.held_seconds,
             write_seconds=write_seconds,
+            num_trimmed=batch.num_trimmed,
         )
 
 
@@ -85,6 +104,9 @@ class StepLog:
     """Samples admitted between one version bump and the next; the first entry is the first step's.
     """
     num_tokens_trained: int = 0
+    num_tokens_trimmed: int = 0
+    held_seconds: float = 0.0
+    starved_seconds: float = 0.0
     trainer_idle_seconds: float = 0.0
     trainer_busy_seconds: float = 0.0
     _last_at: float = field(init=False)
@@ -120,6 +142,9 @@ class StepLog:
         self.step_seconds.append(now - self._last_at)
         self.admissions.append(admissions - self._last_admissions)
         self.num_tokens_trained += shipped.num_tokens
+        self.num_tokens_trimmed += shipped.num_trimmed
+        self.held_seconds += shipped.held_seconds
+        self.starved_seconds += shipped.starved_seconds
         row = {
             "kind": "step",
             "step": shipped.step,
@@ -137,8 +162,12 @@ class StepLog:
             "admissions": self.admissions[-1],
             "rejected": self._new_reasons(SampleState.REJECTED),
             "failed": self._new_reasons(SampleState.FAILED),
+            "dropped": self._new_reasons(SampleState.DROPPED),
+            "tokens_trimmed": shipped.num_trimmed,
             "assembled_seconds": shipped.assembled_seconds,
             "parked_seconds": shipped.parked_seconds,
+            "starved_seconds": shipped.starved_seconds,
+            "held_seconds": shipped.held_seconds,
             "write_seconds": shipped.write_seconds,
             "train_seconds": train_seconds,
             "trainer_idle_seconds": idle_seconds,

@@ -7,9 +7,10 @@ import numpy as np
 
 from headway.config import Config
 from headway.core.ages import Ages
-from headway.core.ledger import Ledger
+from headway.core.ledger import Ledger, SampleState
 from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome
+from headway.loop.train_sink import TOO_OLD
 
 
 def summarize(
@@ -45,7 +46,7 @@ def summarize(
         ],
         "age": {
             "configured": config.rollout.max_head_offpolicyness,
-            "guaranteed": run.gate.guaranteed_age if run else None,
+            "guaranteed": run.bound.guaranteed_age if run else None,
             **ages.summary(),
         },
         "admissions_first_step": log.admissions[0] if log and log.admissions else None,
@@ -54,8 +55,16 @@ def summarize(
         "tokens": {
             "generated": run.engine.num_tokens if run else 0,
             "trained": log.num_tokens_trained if log else 0,
-            "trimmed": 0,
+            "trimmed": log.num_tokens_trimmed if log else 0,
         },
+        "price": {
+            "samples_dropped": run.ledger.reasons[SampleState.DROPPED][TOO_OLD] if run else 0,
+            "tokens_trimmed": log.num_tokens_trimmed if log else 0,
+            "held_seconds": log.held_seconds if log else 0.0,
+            "starved_seconds": log.starved_seconds if log else 0.0,
+        },
+        "bias": run.train_sink.bias.summary() if run else None,
+        "trace_hash": run.trace.digest if run else None,
         "idle": {
             "trainer": log.trainer_idle_share if log else None,
             "engine": run.engine.idle_share if run else None,

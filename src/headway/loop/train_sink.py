@@ -1,48 +1,61 @@
-"""The train sink: finished groups in, advantages, filters, a batch when one is full."""
-
-from collections import deque
+"""The train sink: finished groups in, advantages, filters, a batch when one can be put together."""
 
 from headway.core.advantages import Baseline, group_advantages
+from headway.core.assembly import Selection, select
+from headway.core.bias import Bias, Fate
+from headway.core.bound import Bound, OverBound, trimmed
 from headway.core.filters import FilterName, rejection
 from headway.core.guards import EmptyBatchGuard
 from headway.core.ledger import Ledger, SampleState
-from headway.core.rollout import Batch, Group, TrainableGroup
-from headway.errors import InvariantError
+from headway.core.order import Candidate, Order
+from headway.core.rollout import Batch, Group, GroupId, Source, Task, TrainableGroup
+from headway.loop.trace import Trace
+
+TOO_OLD = "over_bound"
+"""Reason of a sample that is dropped for its age."""
 
 
 class TrainSink:
-    """Buffers accepted groups in completion order.
+    """Buffers accepted groups in completion order, and puts batches together from them.
 
-    Everything is synchronous: judging a group and counting it is one step. It charges nothing; a
-    rejection frees the sample's place in the gate, through the ledger.
+    Everything is synchronous: judging a group and counting it is one step, and so is taking a
+    batch. It charges nothing; a rejected or dropped sample frees its place in the gate, through the
+    ledger.
     """
 
     def __init__(
         self,
         *,
-        batch_size: int,
+        bound: Bound,
         baseline: Baseline,
         filters: tuple[FilterName, ...],
         ledger: Ledger,
         guard: EmptyBatchGuard,
+        trace: Trace,
     ) -> None:
-        self._batch_size = batch_size
+        self._bound = bound
         self._baseline = baseline
         self._filters = filters
         self._ledger = ledger
         self._guard = guard
-        self._buffer: deque[TrainableGroup] = deque()
+        self._trace = trace
+        self._buffer: dict[GroupId, tuple[Candidate, TrainableGroup]] = {}
+        self._overtaking: set[GroupId] = set()
         self._judged: list[float] = []
         self._reward_sum = 0.0
         self._num_rewards = 0
+        self._requeue: list[Task] = []
+        self.bias = Bias()
+        self.held_for: tuple[GroupId, ...] = ()
+        """Unfinished samples that the last attempt to put a batch together has to wait for."""
 
     def __len__(self) -> int:
         return len(self._buffer)
 
     @property
     def is_full(self) -> bool:
-        """Whether a whole batch is ready."""
-        return len(self._buffer) >= self._batch_size
+        """Whether a batch's worth of samples is buffered."""
+        return len(self._buffer) >= self._bound.batch_size
 
     def add(self, group: Group) -> str | None:
         """Judge a finished group. Returns the reason when it is rejected, else None.
@@ -56,30 +69,75 @@ class TrainSink:
         self._num_rewards += len(rewards)
         self._judged.extend(rewards.tolist())
         reason = rejection(group, advantages, self._filters)
+        self._trace.judged(group.group_id, reason)
         if reason is not None:
             self._ledger.move(group.group_id, SampleState.REJECTED, reason)
+            self.bias.add(group, Fate.REJECTED)
             self._guard.rejected(group, reason)
             return reason
         self._ledger.move(group.group_id, SampleState.ACCEPTED)
         self._guard.accepted()
-        self._buffer.append(TrainableGroup(group=group, advantages=advantages))
+        candidate = _candidate(group, self._ledger.unbatched[group.group_id].version)
+        trainable = TrainableGroup(group=group, advantages=advantages)
+        self._buffer[group.group_id] = (candidate, trainable)
         return None
 
-    def take_batch(self, step: int) -> Batch:
-        """Take the batch that `step` trains: the first `B` to be accepted, in the order of their
-        admission, so that the same samples always make the same batch, whichever finished first.
+    def assemble(self, step: int, *, gave_up: bool = False) -> Batch | None:
+        """Put together the batch that `step` trains, or None when it cannot be yet.
 
-        Raises InvariantError when none is full.
+        Its groups are in the order of their admission, so that the same samples always make the
+        same batch, whichever finished first. Samples too old for it and for all later batches are
+        dropped on the way; `take_requeued` has their prompts.
         """
+        self.held_for = ()
         if not self.is_full:
-            raise InvariantError(
-                f"batch {step} was taken with {len(self._buffer)} of {self._batch_size} samples"
-            )
-        taken = [self._buffer.popleft() for _ in range(self._batch_size)]
-        groups = tuple(sorted(taken, key=lambda trainable: trainable.group.group_id))
-        for trainable in groups:
-            self._ledger.move(trainable.group.group_id, SampleState.BATCHED)
-        return Batch(step=step, groups=groups)
+            return None
+        candidates = [candidate for candidate, _ in self._buffer.values()]
+        selection = select(
+            step,
+            candidates,
+            self._ledger.unbatched,
+            self._bound,
+            overtaking=self._overtaking,
+            gave_up=gave_up,
+        )
+        self.held_for = selection.held_for
+        if selection.dropped:
+            self._drop(step, selection)
+        return self._take(step, selection) if selection.taken else None
+
+    def _drop(self, step: int, selection: Selection) -> None:
+        self._trace.dropped(step, selection.dropped)
+        for group_id in selection.dropped:
+            group = self._buffer.pop(group_id)[1].group
+            self._ledger.move(group_id, SampleState.DROPPED, TOO_OLD)
+            self._requeue.append(group.task)
+            self.bias.add(group, Fate.DROPPED)
+
+    def _take(self, step: int, selection: Selection) -> Batch:
+        oldest = step - self._bound.max_age
+        taken = []
+        for group_id in sorted(selection.taken):
+            candidate, trainable = self._buffer.pop(group_id)
+            if self._bound.remedy(candidate.env) is OverBound.TRIM:
+                trainable = _trimmed(candidate, trainable, oldest)
+            self._ledger.move(group_id, SampleState.BATCHED)
+            self.bias.add(trainable.group, Fate.TRAINED)
+            taken.append(trainable)
+        batch = Batch(step=step, groups=tuple(taken))
+        self._trace.batch(step, sorted(selection.taken), batch.num_trimmed)
+        if self._bound.order is Order.WINDOW:
+            oldest_left = min(self._ledger.unbatched, default=None)
+            self._overtaking.update(selection.taken)
+            self._overtaking = {
+                one for one in self._overtaking if oldest_left is not None and one > oldest_left
+            }
+        return batch
+
+    def take_requeued(self) -> list[Task]:
+        """Prompts of the samples dropped since the last call."""
+        requeued, self._requeue = self._requeue, []
+        return requeued
 
     def take_rewards(self) -> list[float]:
         """Rewards of all rollouts judged since the last call, rejected ones too: what filters keep
@@ -89,4 +147,30 @@ class TrainSink:
 
     def leftovers(self) -> tuple[TrainableGroup, ...]:
         """Accepted groups that no batch has taken."""
-        return tuple(self._buffer)
+        return tuple(trainable for _, trainable in self._buffer.values())
+
+
+def _candidate(group: Group, admitted_version: int) -> Candidate:
+    runs = [
+        rollout.version_runs
+        for rollout in group.rollouts
+        if rollout.source is Source.LIVE and rollout.version_runs
+    ]
+    return Candidate(
+        group_id=group.group_id,
+        env=group.task.env,
+        admitted_version=admitted_version,
+        head=min((one.head for one in runs), default=None),
+        tail=max((one.tail for one in runs), default=None),
+    )
+
+
+def _trimmed(candidate: Candidate, trainable: TrainableGroup, oldest: int) -> TrainableGroup:
+    if candidate.head is None or candidate.head >= oldest:
+        return trainable
+    group = trainable.group
+    rollouts = tuple(trimmed(rollout, oldest) for rollout in group.rollouts)
+    return TrainableGroup(
+        group=Group(group_id=group.group_id, task=group.task, rollouts=rollouts),
+        advantages=trainable.advantages,
+    )

@@ -19,7 +19,8 @@ class VersionServed:
 
 
 class WeightWatcher:
-    """See a complete checkpoint, apply it to the engines within a deadline, bump, wake waiters.
+    """See a complete checkpoint, announce it, apply it to the engines within a deadline, bump, wake
+    waiters.
 
     Nothing here awaits a queue, so no consumer that waits for a version can stop a version.
     """
@@ -32,6 +33,7 @@ class WeightWatcher:
         policy: PolicyHandle,
         waits: WaitBoard,
         update_seconds: float,
+        on_announced: Callable[[PublishedWeights], None],
         on_served: Callable[[VersionServed], None],
     ) -> None:
         self._channel = channel
@@ -39,6 +41,7 @@ class WeightWatcher:
         self._policy = policy
         self._waits = waits
         self._update_seconds = update_seconds
+        self._on_announced = on_announced
         self._on_served = on_served
 
     async def run(self) -> None:
@@ -49,6 +52,8 @@ class WeightWatcher:
             with self._waits.waiting("watcher", f"version {self._policy.version + 1} to appear"):
                 weights = await self._channel.wait_newer(self._policy.version)
             seen_at = loop.time()
+            self._policy.announce(weights.version)
+            self._on_announced(weights)
             what = f"the engines to load version {weights.version}"
             with self._waits.waiting("watcher", what):
                 try:

@@ -23,7 +23,6 @@ def build_simulation(
     latency: Callable[[], float] | None = None,
     start: GateState | None = None,
     check_first_step: bool = True,
-    staleness_term: bool = True,
     store: RunStore | None = None,
     metrics: MetricsSink | None = None,
     replaced: Mapping[str, Any] | None = None,
@@ -33,7 +32,7 @@ def build_simulation(
     Args:
         latency: draws the seconds of one engine request instead of `simulate.rollout_seconds`.
         replaced: fields of Ports that something else takes the place of.
-        start, check_first_step, staleness_term: as in Orchestrator.
+        start, check_first_step: as in Orchestrator.
     """
     stated = config.simulate
     rng = np.random.default_rng(config.run.seed)
@@ -73,5 +72,4 @@ def build_simulation(
         dataclasses.replace(ports, **(replaced or {})),
         start=start,
         check_first_step=check_first_step,
-        staleness_term=staleness_term,
     )

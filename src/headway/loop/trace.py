@@ -1,0 +1,125 @@
+"""The trace: what came into the loop, and what the loop decided, in the order in which it did.
+
+Inputs are everything that the loop does not decide itself: a sample ended, the trainer published a
+version, the engines serve it, a batch is on disk. Decisions follow from the inputs and their order
+alone, since each is taken in the same step of the event loop as the input that allows it. So the
+same inputs give the same decisions, whatever the clock: `headway replay` checks that by the hash.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headway.core.rollout import Group, GroupId, Task
+from headway.ports import MetricsSink, PublishedWeights
+
+DECISIONS = ("admitted", "judged", "dropped", "batch")
+"""Kinds of rows that the hash covers."""
+
+
+class Trace:
+    """Writes rows `{"t": seconds, "e": kind, ...}` and hashes the decisions among them.
+
+    Args:
+        now: seconds since the start of the run.
+        sink: takes the rows; None: only the hash is kept.
+    """
+
+    def __init__(self, *, now: Callable[[], float], sink: MetricsSink | None) -> None:
+        self._now = now
+        self._sink = sink
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._encode = msgspec.json.Encoder().encode
+        self.num_inputs = 0
+        self.num_decisions = 0
+
+    @property
+    def digest(self) -> str:
+        """Hash of all decisions so far, hexadecimal."""
+        return self._hash.hexdigest()
+
+    # --- inputs -------------------------------------------------------------------------------
+
+    def ended(self, group_id: GroupId, ended: Group | Exception) -> None:
+        """A sample was fetched: with its group, or with the error that it failed for."""
+        if self._sink is None:
+            self.num_inputs += 1
+        elif isinstance(ended, Group):
+            self._input("ended", id=group_id, rollouts=[_rollout(one) for one in ended.rollouts])
+        else:
+            failure = getattr(ended, "failure_class", type(ended).__name__)
+            self._input("ended", id=group_id, failed=str(failure))
+
+    def announced(self, weights: PublishedWeights) -> None:
+        """The watcher has seen new weights."""
+        self._input("announced", version=weights.version, stats=dict(weights.stats))
+
+    def served(self, version: int) -> None:
+        """All engines serve this version."""
+        self._input("served", version=version)
+
+    def shipped(self, step: int) -> None:
+        """A batch is on disk."""
+        self._input("shipped", step=step)
+
+    def gave_up(self, step: int) -> None:
+        """A batch has been held for `wait_seconds`."""
+        self._input("gave_up", step=step)
+
+    def ordered(self, what: str) -> None:
+        """Somebody outside said `pause`, `resume` or `close`."""
+        self._input("ordered", what=what)
+
+    # --- decisions ----------------------------------------------------------------------------
+
+    def admitted(self, group_id: GroupId, task: Task, version: int) -> None:
+        """The gate let a sample in."""
+        self._decision(
+            "admitted",
+            {
+                "id": group_id,
+                "env": task.env,
+                "key": task.key,
+                "position": task.position,
+                "version": version,
+            },
+        )
+
+    def judged(self, group_id: GroupId, reason: str | None) -> None:
+        """A finished sample was accepted, or rejected for a reason."""
+        self._decision("judged", {"id": group_id, "rejected": reason})
+
+    def dropped(self, step: int, group_ids: Sequence[GroupId]) -> None:
+        """Samples were too old for this batch and all later ones."""
+        self._decision("dropped", {"step": step, "ids": group_ids})
+
+    def batch(self, step: int, group_ids: Sequence[GroupId], num_trimmed: int) -> None:
+        """A batch was put together."""
+        self._decision("batch", {"step": step, "ids": group_ids, "trimmed": num_trimmed})
+
+    def _input(self, kind: str, **values: Any) -> None:
+        self.num_inputs += 1
+        if self._sink is not None:
+            self._sink.emit({"t": self._now(), "e": kind, **values})
+
+    def _decision(self, kind: str, values: Mapping[str, Any]) -> None:
+        self.num_decisions += 1
+        self._hash.update(self._encode((kind, *values.values())))
+        if self._sink is not None:
+            self._sink.emit({"t": self._now(), "e": kind, **values})
+
+
+def _rollout(rollout: Any) -> dict[str, Any]:
+    timings = rollout.timings
+    return {
+        "reward": rollout.reward,
+        "turns": rollout.num_turns,
+        "prompt": rollout.num_tokens - rollout.num_trainable,
+        "runs": rollout.version_runs.runs,
+        "finish": rollout.finish_reason,
+        "seconds": timings.finished_at - timings.started_at,
+        "generation": timings.generation_seconds,
+        "environment": timings.environment_seconds,
+    }
