@@ -49,9 +49,9 @@ def run(config: Config, *, model_dir: Path, view: MetricsSink | None = None) -> 
     versions = versions_of(engine=f"headway {config.engine.kind}", trainer="headway reference")
     run_dir.write_versions(versions)
     tame_collector()
-    with run_dir.open_metrics() as rows:
+    with run_dir.open_metrics() as rows, run_dir.open_trace() as trace:
         sink = FanOut(rows, view)
-        real = _RealRun(config, run_dir, model_dir, tasks, sink)
+        real = _RealRun(config, run_dir, model_dir, tasks, metrics=sink, trace=trace)
         runner = asyncio.Runner()
         try:
             summary = runner.run(real.main(versions))
@@ -73,13 +73,16 @@ class _RealRun:
         run_dir: RunDir,
         model_dir: Path,
         tasks: Tasks,
+        *,
         metrics: MetricsSink,
+        trace: MetricsSink,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._model_dir = model_dir
         self._tasks = tasks
         self._metrics = metrics
+        self._trace_sink = trace
         self.is_abandoned = False
 
     async def main(self, versions: Mapping[str, str]) -> dict[str, Any]:
@@ -161,6 +164,7 @@ class _RealRun:
             channel=FolderWeightChannel(self._run_dir.weights, config.weights.poll_seconds),
             store=ParquetRunStore(self._run_dir.path, {"headway": __version__}),
             metrics=self._metrics,
+            trace=self._trace_sink,
             eval_tasks=self._tasks.eval_tasks,
             watched=watched,
             labels={

@@ -11,6 +11,7 @@ from headway.config.rollout import RolloutConfig
 from headway.config.simulate import SimulateConfig
 from headway.core.advantages import Baseline
 from headway.core.bound import Bound, OverBound
+from headway.core.gate import CapacityGate
 
 BUILTIN_MODEL = "builtin:arithmetic"
 """The small character-level model that is built and warm-started at first use."""
@@ -234,6 +235,19 @@ class Config(Section):
             envs=tuple(env.label for env in self.envs),
             wait_seconds=rollout.wait_seconds,
             after_wait=rollout.after_wait,
+        )
+
+    @property
+    def gate(self) -> CapacityGate:
+        """The limits of admission."""
+        rollout = self.rollout
+        bounded = rollout.enforcement.bounds_admission
+        return CapacityGate(
+            max_head_offpolicyness=rollout.max_head_offpolicyness if bounded else None,
+            batch_size=rollout.consumer_batch_size,
+            max_concurrent=rollout.max_concurrent,
+            target_samples=self.run.steps * rollout.consumer_batch_size,
+            spare_samples=rollout.consumer_batch_size,
         )
 
     @model_validator(mode="after")

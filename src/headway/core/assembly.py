@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from headway.core.bound import Bound, OverBound
 from headway.core.ledger import Admission
-from headway.core.order import Candidate, Order, in_order, window_end
+from headway.core.order import Candidate, Order, in_order, in_window
 from headway.core.rollout import GroupId
 
 
@@ -55,27 +55,23 @@ def select(
         candidates = [one for one in candidates if not _is_lost(one, step, bound)]
     if len(candidates) < bound.batch_size:
         return Selection(dropped=dropped)
-    preferred = in_order(candidates, bound.order)
+    waiting = unbatched.keys() - set(dropped)
     if bound.order is Order.WINDOW and bound.window is not None:
-        waiting = unbatched.keys() - set(dropped)
-        end = window_end(waiting, overtaking, bound.window)
-        preferred = [one for one in preferred if end is not None and one.group_id <= end]
+        preferred, held_up_by = in_window(candidates, waiting, overtaking, bound.window)
         if len(preferred) < bound.batch_size:
-            unfinished = waiting - {one.group_id for one in candidates}
-            inside = sorted(one for one in unfinished if end is not None and one <= end)
-            return Selection(dropped=dropped, held_for=tuple(inside))
+            return Selection(dropped=dropped, held_for=tuple(held_up_by))
+    else:
+        preferred = in_order(candidates, bound.order)
     required: list[Candidate] = []
     if bound.waits and not gave_up:
-        ready = {one.group_id for one in candidates} | set(dropped)
-        unfinished_at = {one: at for one, at in unbatched.items() if one not in ready}
-        required, held_for = _required(step, candidates, unfinished_at, bound)
+        unfinished = waiting - {one.group_id for one in candidates}
+        pending = {one: at for one, at in unbatched.items() if one in unfinished}
+        required, held_for = _required(step, candidates, pending, bound)
         if held_for:
             return Selection(dropped=dropped, held_for=held_for)
     first = {one.group_id for one in required}
     rest = (one for one in preferred if one.group_id not in first)
     taken = [*required, *rest][: bound.batch_size]
-    if len(taken) < bound.batch_size:  # the window is narrower than what is due
-        return Selection(dropped=dropped)
     return Selection(taken=tuple(one.group_id for one in taken), dropped=dropped)
 
 

@@ -136,20 +136,14 @@ class Bound:
             return 0
         if self.order is not Order.WINDOW or self.window is None:
             return None
-        if self.window <= self.batch_size:
-            return self.max_age
         return self.max_age + 1 + (self.window - 2) // self.batch_size
 
     def problems(self) -> Iterable[tuple[str, str]]:
         """`(name of the setting, reason)` of every combination that cannot work."""
         if self.order is Order.WINDOW and self.window is None:
-            yield "window", "order: window needs its size in samples, at least one batch"
-        if self.order is Order.WINDOW and self.window and self.window < self.batch_size:
-            yield (
-                "window",
-                f"{self.window} samples cannot fill a batch of {self.batch_size} "
-                "(consumer_batch_size); raise it",
-            )
+            yield "window", "order: window needs its size, in samples"
+        if self.order is Order.WINDOW and self.waits:
+            yield "order", "window and over_bound: wait both say who comes first; choose one"
         if self.waits and self.wait_seconds is None and not self.enforcement.bounds_admission:
             yield (
                 "over_bound",

@@ -1,6 +1,7 @@
 """Order: which of the finished samples a batch takes."""
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Collection, Iterable, Sequence, Set
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ class Order(StrEnum):
     """Whatever was admitted first."""
     WINDOW = "window"
     """Whatever finished first among the oldest `W` samples: nobody is overtaken by more than
-    `W - 1` younger ones."""
+    `W - 1` younger ones. `W = 1` is strictly the order of admission."""
 
 
 class Candidate(NamedTuple):
@@ -32,31 +33,54 @@ class Candidate(NamedTuple):
 
 
 def in_order(candidates: Iterable[Candidate], order: Order) -> list[Candidate]:
-    """Sort candidates, given in completion order, by preference."""
+    """Sort candidates, given in completion order, by preference; not for `Order.WINDOW`."""
     if order is Order.OLDEST_FIRST:
         return sorted(candidates, key=lambda candidate: candidate.group_id)
     return list(candidates)
 
 
-def window_end(
-    unbatched: Iterable[GroupId], overtaking: Iterable[GroupId], window: int
-) -> GroupId | None:
-    """The youngest sample that a batch may take under `Order.WINDOW`; None when there is none.
+def in_window(
+    candidates: Sequence[Candidate],
+    unbatched: Set[GroupId],
+    overtaking: Collection[GroupId],
+    window: int,
+) -> tuple[list[Candidate], list[GroupId]]:
+    """What may be taken under `Order.WINDOW`, one after the other, and who holds up the rest.
 
     The window is the `window` oldest samples from the oldest unbatched one on, counting those that
-    were taken already: otherwise it would slide on past a straggler.
+    were taken already: otherwise it would slide on past a straggler. It slides while samples are
+    taken, so that a finished oldest sample never blocks it.
 
     Args:
+        candidates: finished samples, in completion order.
         unbatched: samples that are running, finished or accepted.
-        overtaking: samples that were taken although an older one was unbatched.
+        overtaking: samples that were taken although an older one is unbatched.
 
-    Example:
-        >>> window_end([3, 7, 8], [4, 5], window=4)
-        7
+    Returns:
+        The samples in the order in which they may be taken, and the unfinished ones in the window
+        after that.
     """
-    waiting = list(unbatched)
-    if not waiting:
-        return None
-    oldest = min(waiting)
-    ranked = sorted([*waiting, *(taken for taken in overtaking if taken > oldest)])
-    return ranked[min(window, len(ranked)) - 1]
+    rank = {one: index for index, one in enumerate(sorted({*unbatched, *overtaking}))}
+    by_age = sorted(
+        (rank[candidate.group_id], number) for number, candidate in enumerate(candidates)
+    )
+    left = sorted(rank[one] for one in unbatched)
+    taken: set[int] = set()
+    order: list[Candidate] = []
+    eligible: list[int] = []  # a heap of positions in completion order
+    oldest = admitted = 0
+    while True:
+        while oldest < len(left) and left[oldest] in taken:
+            oldest += 1
+        if oldest == len(left):
+            return order, []
+        end = left[oldest] + window
+        while admitted < len(by_age) and by_age[admitted][0] < end:
+            heapq.heappush(eligible, by_age[admitted][1])
+            admitted += 1
+        if not eligible:
+            unfinished = unbatched - {candidate.group_id for candidate in candidates}
+            return order, sorted(one for one in unfinished if rank[one] < end)
+        chosen = candidates[heapq.heappop(eligible)]
+        taken.add(rank[chosen.group_id])
+        order.append(chosen)

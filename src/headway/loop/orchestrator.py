@@ -34,11 +34,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.config import Config
-from headway.core.gate import CapacityGate, GateState, check_start
+from headway.core.gate import GateState, check_start
 from headway.core.guards import EmptyBatchGuard, FailureGuard
 from headway.core.ledger import Ledger, SampleState
 from headway.core.pacing import JustInTime, Pacing, PacingState
-from headway.core.rollout import Task
+from headway.core.rollout import Group, Task
 from headway.errors import HeadwayError, PartEndedError, TrainerError
 from headway.loop.dispatcher import Dispatcher
 from headway.loop.engine_meter import EngineMeter
@@ -46,7 +46,7 @@ from headway.loop.eval_sink import EvalResult, EvalSink
 from headway.loop.metrics_loop import IntervalRow, MetricsLoop, run_row
 from headway.loop.outcome import COMPLETED, Outcome, RunEnded, outcome_of
 from headway.loop.policy import PolicyHandle
-from headway.loop.rollout_runner import RolloutRunner
+from headway.loop.rollout_runner import RolloutRunner, SampleRequest
 from headway.loop.ship_gate import ShipGate
 from headway.loop.signal import Signal, WaitBoard
 from headway.loop.step_log import ShippedBatch, StepLog, TakenBatch
@@ -101,6 +101,8 @@ class Orchestrator:
         check_first_step: refuse a start state that would admit more than `(S + 1) * B` samples
             before the first version bump, which is how a resume loses its bound.
         pacing: what the controller of `pacing: just_in_time` remembers of the run so far.
+        run_sample: plays samples instead of the rollout runner (a replay); then it also says when a
+            held batch gives up waiting.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Orchestrator:
         start: GateState | None = None,
         check_first_step: bool = True,
         pacing: PacingState | None = None,
+        run_sample: Callable[[SampleRequest], Awaitable[Group]] | None = None,
     ) -> None:
         rollout = config.rollout
         start = start or GateState()
@@ -123,15 +126,7 @@ class Orchestrator:
         self.trace = Trace(now=self._now, sink=ports.trace)
         self.ledger = Ledger(start)
         self.waits = WaitBoard()
-        self.gate = CapacityGate(
-            max_head_offpolicyness=(
-                rollout.max_head_offpolicyness if self.bound.enforcement.bounds_admission else None
-            ),
-            batch_size=rollout.consumer_batch_size,
-            max_concurrent=rollout.max_concurrent,
-            target_samples=config.run.steps * rollout.consumer_batch_size,
-            spare_samples=rollout.consumer_batch_size,
-        )
+        self.gate = config.gate
         self.pacer = (
             JustInTime(
                 batch_size=rollout.consumer_batch_size,
@@ -153,7 +148,7 @@ class Orchestrator:
             max_environment_retries=rollout.max_environment_retries,
         )
         self.dispatcher = Dispatcher(
-            run_sample=self.runner.run,
+            run_sample=run_sample or self.runner.run,
             source=ports.source,
             gate=self.gate,
             ledger=self.ledger,
@@ -204,7 +199,9 @@ class Orchestrator:
             now=self._now,
             num_unbatched=lambda: len(self.ledger.unbatched),
             on_taken=self._on_taken,
+            on_gave_up=self._decide,
             on_shipped=self._on_shipped,
+            has_timer=run_sample is None,
         )
         self.watchdog = Watchdog(
             ledger=self.ledger, waits=self.waits, stall_seconds=config.run.stall_seconds

@@ -30,7 +30,9 @@ class ShipGate:
         now: seconds since the start of the run.
         num_unbatched: samples in the system that no batch has taken.
         on_taken: a batch has been put together. Synchronous.
+        on_gave_up: a held batch need not wait any longer: `poll` is due. Synchronous.
         on_shipped: a batch is persisted and about to be handed over. Synchronous.
+        has_timer: off: whoever drives the loop calls `give_up`.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class ShipGate:
         now: Callable[[], float],
         num_unbatched: Callable[[], int],
         on_taken: Callable[[TakenBatch], None],
+        on_gave_up: Callable[[], None],
         on_shipped: Callable[[ShippedBatch], None],
+        has_timer: bool = True,
     ) -> None:
         self._sink = sink
         self._policy = policy
@@ -62,7 +66,9 @@ class ShipGate:
         self._now = now
         self._num_unbatched = num_unbatched
         self._on_taken = on_taken
+        self._on_gave_up = on_gave_up
         self._on_shipped = on_shipped
+        self._has_timer = has_timer
         self._changed = Signal()
         self._taken: TakenBatch | None = None
         self._full_at: float | None = None
@@ -94,7 +100,7 @@ class ShipGate:
         """Put the next batch together if that is possible now. Whoever changes what this depends
         on calls it: an accepted, rejected or failed sample, a published version, a shipped batch.
         """
-        now = self._now()
+        now = self._trace.at
         if self._full_at is None and self._sink.is_full:
             self._full_at = now
             self._changed.notify()
@@ -106,7 +112,7 @@ class ShipGate:
         step = self.num_shipped
         batch = self._sink.assemble(step, gave_up=self._gave_up)
         if batch is None:
-            self._hold(step, now)
+            self._hold(now)
             return
         ready_at, num_ready, num_unbatched = self._ready
         self._taken = TakenBatch(
@@ -129,22 +135,23 @@ class ShipGate:
         self._on_taken(self._taken)
         self._changed.notify()
 
-    def _hold(self, step: int, now: float) -> None:
+    def _hold(self, now: float) -> None:
         if not self._sink.is_full:
             self._full_at = None
         if not self._sink.held_for or self._held_since is not None:
             return
         self._held_since = now
         self._changed.notify()
-        if self._bound.wait_seconds is not None:
+        if self._bound.wait_seconds is not None and self._has_timer:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._bound.wait_seconds, self._give_up, step)
+            self._timer = loop.call_later(self._bound.wait_seconds, self.give_up)
 
-    def _give_up(self, step: int) -> None:
-        self._trace.gave_up(step)
+    def give_up(self) -> None:
+        """The batch has been held for `wait_seconds`: take what there is."""
+        self._trace.gave_up(self.num_shipped)
         self._timer = None
         self._gave_up = True
-        self.poll()
+        self._on_gave_up()
 
     async def run(self) -> None:
         """Write and hand over every batch, in order, then end. Raises StoreError, TrainerError."""

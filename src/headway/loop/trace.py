@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headway.core.rollout import Group, GroupId, Task
+from headway.core.rollout import Group, GroupId, Rollout, Task
 from headway.ports import MetricsSink, PublishedWeights
 
 DECISIONS = ("admitted", "judged", "dropped", "batch")
@@ -34,6 +34,9 @@ class Trace:
         self._encode = msgspec.json.Encoder().encode
         self.num_inputs = 0
         self.num_decisions = 0
+        self.at = 0.0
+        """When the last input came: what decisions take for the present, so that a replay takes
+        them at the same instants."""
 
     @property
     def digest(self) -> str:
@@ -45,7 +48,7 @@ class Trace:
     def ended(self, group_id: GroupId, ended: Group | Exception) -> None:
         """A sample was fetched: with its group, or with the error that it failed for."""
         if self._sink is None:
-            self.num_inputs += 1
+            self._input("ended")
         elif isinstance(ended, Group):
             self._input("ended", id=group_id, rollouts=[_rollout(one) for one in ended.rollouts])
         else:
@@ -101,17 +104,18 @@ class Trace:
 
     def _input(self, kind: str, **values: Any) -> None:
         self.num_inputs += 1
+        self.at = self._now()
         if self._sink is not None:
-            self._sink.emit({"t": self._now(), "e": kind, **values})
+            self._sink.emit({"t": self.at, "e": kind, **values})
 
     def _decision(self, kind: str, values: Mapping[str, Any]) -> None:
         self.num_decisions += 1
         self._hash.update(self._encode((kind, *values.values())))
         if self._sink is not None:
-            self._sink.emit({"t": self._now(), "e": kind, **values})
+            self._sink.emit({"t": self.at, "e": kind, **values})
 
 
-def _rollout(rollout: Any) -> dict[str, Any]:
+def _rollout(rollout: Rollout) -> dict[str, Any]:
     timings = rollout.timings
     return {
         "reward": rollout.reward,
@@ -119,6 +123,7 @@ def _rollout(rollout: Any) -> dict[str, Any]:
         "prompt": rollout.num_tokens - rollout.num_trainable,
         "runs": rollout.version_runs.runs,
         "finish": rollout.finish_reason,
+        "source": rollout.source,
         "seconds": timings.finished_at - timings.started_at,
         "generation": timings.generation_seconds,
         "environment": timings.environment_seconds,

@@ -16,31 +16,38 @@ from headway.versions_of import versions_of
 def simulate(config: Config, *, view: MetricsSink | None = None) -> dict[str, Any]:
     """Run the stated workload (`config.simulate`) and return the summary, times in virtual seconds.
 
-    Writes the run directory: config, metric rows, summary. Batches are not kept. Raises
+    Writes the run directory: config, metric rows, trace, summary. Batches are not kept. Raises
     RunDirError.
     """
     run_dir = RunDir.create(config)
-    versions = versions_of(engine="simulated", trainer="simulated")
-    run_dir.write_versions(versions)
-    with run_dir.open_metrics() as rows:
+    run_dir.write_versions(versions_of(engine="simulated", trainer="simulated"))
+    with run_dir.open_metrics() as rows, run_dir.open_trace() as trace:
         sink = FanOut(rows, view)
-        started = time.process_time()
-
-        async def main() -> dict[str, Any]:
-            orchestrator = build_simulation(config, metrics=sink)
-            outcome = await orchestrator.run()
-            seconds = asyncio.get_running_loop().time() - orchestrator.started_at
-            return summarize(
-                config,
-                orchestrator,
-                outcome,
-                wall_seconds=seconds,
-                loop_seconds=seconds,
-                versions_of=versions,
-            )
-
-        summary = run_virtual(main())
-        summary["cpu_seconds"] = time.process_time() - started
+        summary = simulate_in_memory(config, metrics=sink, trace=trace)
         sink.emit({"kind": "summary", "time": summary["wall_seconds"], **summary})
     run_dir.write_summary(summary)
+    return summary
+
+
+def simulate_in_memory(
+    config: Config, *, metrics: MetricsSink | None = None, trace: MetricsSink | None = None
+) -> dict[str, Any]:
+    """Run the stated workload and return the summary; leaves no files. Raises Deadlock."""
+
+    async def main() -> dict[str, Any]:
+        orchestrator = build_simulation(config, metrics=metrics, replaced={"trace": trace})
+        outcome = await orchestrator.run()
+        seconds = asyncio.get_running_loop().time() - orchestrator.started_at
+        return summarize(
+            config,
+            orchestrator,
+            outcome,
+            wall_seconds=seconds,
+            loop_seconds=seconds,
+            versions_of=versions_of(engine="simulated", trainer="simulated"),
+        )
+
+    started = time.process_time()
+    summary = run_virtual(main())
+    summary["cpu_seconds"] = time.process_time() - started
     return summary

@@ -29,6 +29,7 @@ class RunDir:
         self.config = path / "config.yaml"
         self.versions = path / "versions.json"
         self.metrics = path / "metrics.jsonl"
+        self.trace = path / "trace.jsonl"
         self.summary = path / "summary.json"
         self.batches = path / "batches"
         self.weights = path / "weights"
@@ -91,6 +92,10 @@ class RunDir:
         """Append to `metrics.jsonl`."""
         return JsonLines(self.metrics)
 
+    def open_trace(self) -> "JsonLines":
+        """Append to `trace.jsonl`: several rows per sample, so they are written in blocks."""
+        return JsonLines(self.trace, block_bytes=1 << 16)
+
 
 def _unusable(path: Path, reason: str) -> RunDirError:
     return RunDirError(
@@ -117,14 +122,17 @@ class JsonLines:
     """A MetricsSink that appends one JSON object a line.
 
     Every row is one unbuffered write of a few hundred bytes, which costs about as much as handing
-    it to a thread would, and leaves complete lines behind when the process is killed. What goes
+    it to a thread would, and leaves complete lines behind when the process is killed; with
+    `block_bytes`, rows are collected up to that size first, and a kill loses them. What goes
     wrong must not end the run: the first failure is kept, rows after it are counted, and `close`
     raises. As a context manager it logs instead, so that the summary is still written. Numbers
     that JSON lacks (NaN, infinity) become null.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, block_bytes: int = 0) -> None:
         self._path = path
+        self._block_bytes = block_bytes
+        self._block = bytearray()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
         self._failure: Exception | None = None
@@ -137,12 +145,16 @@ class JsonLines:
             self.num_lost += 1
             return
         try:
-            line = self._encoder.encode(row) + b"\n"
-            while line:  # a nearly full disk takes part of a line
-                line = line[os.write(self._descriptor, line) :]
+            self._block += self._encoder.encode(row) + b"\n"
+            if len(self._block) >= self._block_bytes:
+                self._flush()
         except Exception as error:  # a row of any content must not end the run; close() reports it
             self._failure = error
-            self.num_lost += 1
+            self.num_lost += max(self._block.count(b"\n"), 1)
+
+    def _flush(self) -> None:
+        while self._block:  # a nearly full disk takes part of it
+            del self._block[: os.write(self._descriptor, self._block)]
 
     def close(self) -> None:
         """Close the file; twice does no harm.
@@ -152,11 +164,17 @@ class JsonLines:
         """
         if self._descriptor < 0:
             return
+        try:
+            if self._failure is None:
+                self._flush()
+        except OSError as error:
+            self._failure = error
+            self.num_lost += self._block.count(b"\n")
         os.close(self._descriptor)
         self._descriptor = -1
         if self._failure is not None:
             raise StoreError(
-                f"{self.num_lost} metric rows are missing from {self._path}: {self._failure!r}"
+                f"{self.num_lost} rows are missing from {self._path}: {self._failure!r}"
             ) from self._failure
 
     def __enter__(self) -> Self:
