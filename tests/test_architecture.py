@@ -20,6 +20,7 @@ MAX_METHODS = 5
 
 CORE_MAY_USE = {
     "array",
+    "heapq",
     "collections",
     "dataclasses",
     "enum",

@@ -99,8 +99,9 @@ def run(*arguments: Arguments, json: Json = False, quiet: Quiet = False) -> int:
 def simulate(*arguments: Arguments, json: Json = False, quiet: Quiet = False) -> int:
     """Run the same control loop on a stated workload, in virtual time: hours pass in seconds.
 
-    WORKLOAD.yaml is a configuration; its section `simulate` states how long things take.
-    Nothing is generated or trained.
+    WORKLOAD.yaml is a configuration; its section `simulate` states how long things take
+    (docs/simulate.md). Nothing is generated or trained. The run directory gets the same metric
+    rows, trace, summary and report as that of a real run; --quiet leaves the report out.
 
     Try:
 
@@ -116,10 +117,48 @@ def simulate(*arguments: Arguments, json: Json = False, quiet: Quiet = False) ->
         return _finish(config, simulate_config(config), json)
     with TerminalView(_console(to_stderr=json)) as view:
         summary = simulate_config(config, view=view)
+    from headway.views.report import write_report
+
+    write_report(Path(config.run.dir))
     return _finish(config, summary, json)
 
 
-@app.command(sort_key=3)
+@app.command(sort_key=6)
+def replay(
+    run_dir: Annotated[Path, Parameter(name="RUN", help="A run directory.")],
+    /,
+    *,
+    json: Json = False,
+) -> int:
+    """Replay the recorded inputs of a run through the real loop, in virtual time.
+
+    Shows that the same decisions come out (what was admitted, judged, dropped and batched, in
+    order), or the first one that differs; then the exit code is 1.
+
+    Try:
+
+    headway replay runs/demo-1
+    """
+    import dataclasses
+
+    from headway.sim.replay import replay as replay_run
+
+    result = replay_run(run_dir)
+    if json:
+        print(
+            json_module.dumps({**dataclasses.asdict(result), "is_same": result.is_same}, indent=2)
+        )
+        return 0 if result.is_same else 1
+    print(f"{result.num_inputs:,} inputs, {result.num_decisions:,} decisions")
+    print(f"recorded hash  {result.recorded_hash or 'none: the run left no summary'}")
+    print(f"replayed hash  {result.replayed_hash}")
+    print("the same decisions, in the same order" if result.is_same else "first difference:")
+    if result.difference:
+        print(result.difference)
+    return 0 if result.is_same else 1
+
+
+@app.command(sort_key=7)
 def report(run_dir: Annotated[Path, Parameter(name="RUN", help="A run directory.")], /) -> int:
     """Write report.html and plots/*.png of a run, finished or not, into its directory.
 

@@ -113,8 +113,7 @@ def replay_rows(
         update={
             "run": config.run.model_copy(
                 update={"metrics_interval_seconds": 3600.0, "stall_seconds": 1e9}
-            ),
-            "eval": config.eval.model_copy(update={"every": 0}),
+            )
         }
     )
     replayed = RowList()
@@ -156,6 +155,8 @@ class _Driver:
             store=self,
             metrics=RowList(),
             trace=trace,
+            # An evaluation that never ends: in the run, the last one may have kept the loop alive.
+            eval_tasks=[Task(env="eval", key="0", position=0, data={})],
         )
         self._orchestrator = Orchestrator(
             config, ports, check_first_step=False, run_sample=self._run_sample
@@ -200,6 +201,8 @@ class _Driver:
                 waiting = self._samples.pop(row["id"], None)
                 if waiting is None:
                     return "the replay has not admitted this sample"
+                if waiting.done():
+                    return "the replay has ended already"
                 waiting.set_result(row)
             case "announced":
                 stats = row.get("stats", {})
@@ -220,7 +223,9 @@ class _Driver:
     # --- the ports ----------------------------------------------------------------------------
 
     async def _run_sample(self, request: SampleRequest) -> Group:
-        waiting = self._samples[request.group_id] = self._loop.create_future()
+        waiting: asyncio.Future[Row] = self._loop.create_future()
+        if not request.is_eval:
+            self._samples[request.group_id] = waiting
         row = await waiting
         if "failed" in row:
             if row["failed"] == FailureClass.INFRASTRUCTURE:

@@ -65,6 +65,7 @@ COLUMNS = pa.schema(
             ("version_runs", pa.list_(pa.field("element", _VERSION_RUN, nullable=False))),
             ("timings", _TIMINGS),
             ("metrics", pa.string()),
+            ("num_trimmed", pa.int32()),
         ]
     ]
 )
@@ -233,6 +234,7 @@ def _to_table(batch: Batch) -> Any:
         "version_runs": _runs(rollouts),
         "timings": pa.StructArray.from_arrays(timings, fields=list(_TIMINGS)),
         "metrics": [_json(r.metrics, f"metrics of rollout {r.rollout_id}") for r in rollouts],
+        "num_trimmed": [r.num_trimmed for r in rollouts],
     }
     return pa.Table.from_pydict(columns, schema=COLUMNS)
 
@@ -307,6 +309,7 @@ def _from_table(table: Any) -> Batch:
             timings=Timings(**row["timings"]),
             source=Source(row["source"]),
             metrics=json.loads(row["metrics"]),
+            num_trimmed=row["num_trimmed"],
         )
 
     groups = []

@@ -29,6 +29,7 @@ from headway.views.values import known, number, section
 STAGES = {
     "assembled_seconds": "assemble",
     "parked_seconds": "parked",
+    "held_seconds": "held",
     "write_seconds": "write",
     "train_seconds": "train",
     "publish_seconds": "publish",
@@ -260,17 +261,21 @@ def draw_idle(figure: Any, data: RunData) -> bool:
 
 
 def draw_losses(figure: Any, data: RunData) -> bool:
-    """Samples that were rejected or failed since the step before, by reason."""
+    """Samples that were rejected, dropped or failed since the step before, by reason."""
     rows = [row for row in data.steps if number(row, "step") is not None]
     found = [
         (key, reason)
-        for key in ("rejected", "failed")
+        for key in ("rejected", "dropped", "failed")
         for reason, total in data.reason_counts(key).most_common(4)
         if total
     ]
     if not found:
         return False
-    colours = {"rejected": ("blue", "teal", "purple", "grey"), "failed": ("red", "orange")}
+    colours = {
+        "rejected": ("blue", "teal", "grey"),
+        "dropped": ("purple",),
+        "failed": ("red", "orange"),
+    }
     used: Counter[str] = Counter()
     parts = []
     for key, reason in found:
@@ -351,7 +356,8 @@ PLOTS = (
     Plot(
         "losses",
         "Not trained",
-        "Samples rejected by a filter or failed, by reason, since the step before.",
+        "Samples rejected by a filter, dropped for their age, or failed, by reason, since the "
+        "step before.",
         draw_losses,
     ),
     Plot("trainer", "Trainer", "What the trainer reported of each update.", draw_trainer),

@@ -111,7 +111,7 @@ class RunData:
         return next(iter(known(number(row, "idle", who) for row in rows)), None)
 
     def reason_counts(self, key: str) -> Counter[str]:
-        """Samples by reason, summed over the steps; `key` is `rejected` or `failed`."""
+        """Samples by reason, summed over the steps; `key` is `rejected`, `dropped` or `failed`."""
         total: Counter[str] = Counter()
         for row in self.steps:
             counts = section(row, key)

@@ -5,6 +5,7 @@ from textwrap import wrap
 from rich.text import Text
 
 from headway.views.values import (
+    UNKNOWN,
     Row,
     count,
     decimal,
@@ -37,6 +38,8 @@ def summary_text(summary: Row, *, width: int = 80) -> Text:
         ("reward", _reward(summary)),
         *_evals(summary),
         ("age", _age(summary)),
+        ("price", price_line(summary)),
+        ("bias", bias_line(summary)),
         ("samples", _samples(summary)),
         ("tokens", _tokens(summary)),
         ("idle", _idle(summary)),
@@ -96,6 +99,45 @@ def _age(summary: Row) -> str:
         f"max {count(number(age, 'max'))}, p99 {count(number(age, 'p99'))}, "
         f"mean {decimal(number(age, 'mean'), 2)} versions; "
         f"S = {count(number(age, 'configured'))}, {bound}"
+    )
+
+
+def price_line(summary: Row) -> str:
+    """What the bound cost: nothing is said of what cost nothing."""
+    price = section(summary, "price")
+    dropped, trimmed = integer(price, "samples_dropped"), integer(price, "tokens_trimmed")
+    admitted = integer(summary, "samples", "admitted")
+    generated = number(summary, "tokens", "generated")
+    held, starved = number(price, "held_seconds"), number(price, "starved_seconds")
+    parts = []
+    if dropped:
+        parts.append(f"{dropped:,} samples dropped ({percent(dropped, admitted)})")
+    if trimmed:
+        parts.append(f"{count(trimmed)} tokens trimmed ({percent(trimmed, generated)})")
+    if held:
+        parts.append(f"{seconds(held)} held for the oldest")
+    if starved:
+        parts.append(f"{seconds(starved)} short of samples")
+    return ", ".join(parts)
+
+
+def percent(part: float, whole: float | None) -> str:
+    """A share in per cent with one decimal, for what is often small."""
+    return f"{100 * part / whole:.1f} %" if whole else UNKNOWN
+
+
+def bias_line(summary: Row) -> str:
+    """How what was trained differs from what was dispatched; empty when it does not."""
+    bias = section(summary, "bias")
+    longest = number(bias, "longest_5pct_trained_share")
+    of_all, trained = (number(bias, "tokens_mean", who) for who in ("dispatched", "trained"))
+    if longest is None or of_all is None or trained is None:
+        return ""
+    if longest == 1 and of_all == trained:
+        return ""
+    return (
+        f"trained rollouts {count(trained)} tokens long, dispatched {count(of_all)}; "
+        f"{share(longest)} of the longest 5 % trained"
     )
 
 

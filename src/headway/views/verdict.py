@@ -7,6 +7,7 @@ from enum import StrEnum
 from statistics import variance
 
 from headway.views.run_data import RunData
+from headway.views.summary import bias_line, price_line
 from headway.views.values import count, integer, mean, number, seconds, section, share, value
 
 WINDOW = 10
@@ -14,6 +15,10 @@ WINDOW = 10
 
 BUSY_SHARE = 0.1
 """A part that is idle for less than this share of the time counts as busy."""
+
+
+FAIR_SHARE = 0.95
+"""Of the longest rollouts, the share that must be trained for the data to count as unbiased."""
 
 
 class Tone(StrEnum):
@@ -40,6 +45,7 @@ def verdict(data: RunData) -> list[Finding]:
         learning(data),
         evaluation(data),
         bound(data),
+        price(data),
         bottleneck(data),
         losses(data),
     )
@@ -134,6 +140,18 @@ def bound(data: RunData) -> Finding | None:
         f"Age above S = {configured}",
         f"{about}; {len(over)} of {len(data.steps)} batches held a token older than S; {promise}.",
     )
+
+
+def price(data: RunData) -> Finding | None:
+    """What the bound cost, and against which rollouts it chose."""
+    cost, bias = price_line(data.summary), bias_line(data.summary)
+    if not cost and not bias:
+        return None
+    longest = number(data.summary, "bias", "longest_5pct_trained_share")
+    text = ". ".join(part[:1].upper() + part[1:] for part in (cost, bias) if part)
+    if longest is not None and longest < FAIR_SHARE:
+        return Finding(Tone.BAD, "Long rollouts are not trained", f"{text}.")
+    return Finding(Tone.NOTE, "Price of the bound", f"{text}.")
 
 
 def bottleneck(data: RunData) -> Finding | None:
