@@ -1,7 +1,7 @@
 """Shared by tests: simulated runs of the real orchestrator in virtual time."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class SimulatedRun:
         return [row for row in self.rows if row["kind"] == kind]
 
 
-def sim_config(**sections: dict[str, Any]) -> Config:
+def sim_config(*, envs: Sequence[dict[str, Any]] | None = None, **sections: Any) -> Config:
     """A small configuration whose sections can be overridden; eval is off."""
     base: dict[str, dict[str, Any]] = {
         "run": {"steps": 20, "stall_seconds": 10_000},
@@ -56,7 +56,7 @@ def sim_config(**sections: dict[str, Any]) -> Config:
     }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}
-    return Config.model_validate(base)
+    return Config.model_validate(base if envs is None else {**base, "envs": envs})
 
 
 def simulate_in_memory(

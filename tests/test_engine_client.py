@@ -20,6 +20,7 @@ from headway.errors import EngineError, TransportError
 from headway.ports import GenerateRequest, PublishedWeights
 from headway.sim.clock import run_virtual
 from headway.sim.engine import SimulatedEngine
+from headway.sim.workload import Turn
 
 Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 WEIGHTS = PublishedWeights(version=4, path=Path("weights/v000004"))
@@ -360,19 +361,14 @@ class Scripted(SimulatedEngine):
 
     def __init__(self, name: str, *, sync_seconds: float = 1.0, error: str | None = None) -> None:
         super().__init__(
-            latency=lambda: 1.0, tokens_per_second=10, sync_seconds=sync_seconds, version=0
+            turn=lambda _: Turn(work=1.0, num_tokens=10), sync_seconds=sync_seconds, name=name
         )
-        self._own_name = name
         self._error = error
         self.num_updates = 0
 
-    @property
-    def name(self) -> str:
-        return self._own_name
-
     async def update_weights(self, weights: PublishedWeights) -> None:
         if self._error is not None:
-            raise EngineError(f"engine {self._own_name}: {self._error}")
+            raise EngineError(f"engine {self.name}: {self._error}")
         await super().update_weights(weights)
         self.num_updates += 1
 

@@ -47,6 +47,36 @@ class TransportError(EngineError):
     """The connection to an engine failed before a whole answer was read."""
 
 
+class EngineRefusal(EngineError):
+    """An engine answered, and said no: its state is what it was.
+
+    `status` is the HTTP status; `retry_after_seconds` is how long it asked to be left alone.
+    """
+
+    def __init__(self, message: str, *, status: int, retry_after_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it would take the same request later."""
+        return self.status in (429, 503)
+
+    @property
+    def is_engines_fault(self) -> bool:
+        """Whether another engine may take what this one refused."""
+        return self.is_busy or self.status >= 500
+
+
+class UnusableAnswer(EngineError):
+    """A whole answer that cannot be data: no JSON, fewer log-probabilities than tokens, ..."""
+
+
+class WrongVersion(UnusableAnswer):
+    """An answer whose version stamps contradict what the engine was told to load."""
+
+
 class EnvironmentFailure(HeadwayError):
     """An environment or its reward function raised; `stage` is `"environment"` or `"reward"`."""
 

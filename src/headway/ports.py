@@ -44,11 +44,18 @@ class PublishedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """What an engine says of itself."""
+    """What an engine says of itself, and what its pool knows of it.
+
+    `is_live`: whether it takes requests. `version`: what it serves, where that is known.
+    `pause_seconds`: how long running requests stood still in its last weight update.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     tokens_per_second: float = 0.0
+    is_live: bool = True
+    version: int | None = None
+    pause_seconds: float = 0.0
 
 
 class Engine(Protocol):

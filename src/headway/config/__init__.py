@@ -11,28 +11,27 @@ from headway.config.config import (
     BUILTIN_MODEL,
     ActorConfig,
     Config,
-    EngineConfig,
     EnvironmentConfig,
     EvalConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
-    UpdateMode,
     WeightsConfig,
 )
+from headway.config.engine import EngineConfig, UpdateMode
 from headway.config.rollout import PRESETS, Preset, RolloutConfig
-from headway.config.simulate import LatencyConfig, SimulateConfig
+from headway.config.simulate import DistributionConfig, SimulateConfig
 
 __all__ = [
     "BUILTIN_MODEL",
     "PRESETS",
     "ActorConfig",
     "Config",
+    "DistributionConfig",
     "EngineConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "ImpossibleError",
-    "LatencyConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Preset",

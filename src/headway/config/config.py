@@ -1,28 +1,21 @@
 """All sections but the larger ones, and `Config`, which checks them against each other."""
 
 from collections.abc import Iterable
-from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from headway.config.base import Count, Device, ImpossibleError, Seconds, Section
+from headway.config.engine import EngineConfig
 from headway.config.rollout import RolloutConfig
 from headway.config.simulate import SimulateConfig
 from headway.core.advantages import Baseline
 from headway.core.bound import Bound, OverBound
 from headway.core.gate import CapacityGate
+from headway.core.order import Order
 
 BUILTIN_MODEL = "builtin:arithmetic"
 """The small character-level model that is built and warm-started at first use."""
-
-
-class UpdateMode(StrEnum):
-    """What happens to running requests when the weights change (docs/glossary.md)."""
-
-    KEEP = "keep"
-    INTERRUPT = "interrupt"
-    FINISH = "finish"
 
 
 class RunConfig(Section):
@@ -163,41 +156,6 @@ class EvalConfig(Section):
     """Of sampling; 0 is greedy."""
 
 
-class EngineConfig(Section):
-    """The inference engines."""
-
-    kind: Literal["local"] = "local"
-    """`local`: the embedded engine, one process each on this machine."""
-    count: Count = 1
-    """Engines in the pool."""
-    host: str = "127.0.0.1"
-    """Where the engines listen."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port of the first engine, the next ones follow; 0: free ports."""
-    stamps_tokens: bool = True
-    """Whether the engines report the version of every token. Off: a completion bears the version
-    at which it was asked for, and `over_bound: trim` is refused."""
-    update_mode: UpdateMode = UpdateMode.KEEP
-    """What happens to running requests when the weights change: `keep` them (they go on under the
-    new weights), `interrupt` and resubmit them, or let them `finish` first."""
-    device: Device = "auto"
-    """A PyTorch device; `auto`: a GPU if there is one."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights while sampling."""
-    num_threads: Count = 1
-    """CPU threads of each engine process."""
-    num_blocks: Count = 512
-    """Key/value cache blocks of `page_size` tokens."""
-    page_size: Count = 16
-    """Tokens per cache block."""
-    max_batch_tokens: Count = 1024
-    """Tokens per forward pass."""
-    max_model_len: Count = 1024
-    """Longest prompt plus completion."""
-    update_seconds: Seconds = 60.0
-    """Deadline for one engine to load one version."""
-
-
 class WeightsConfig(Section):
     """Publication of new versions."""
 
@@ -271,17 +229,20 @@ class Config(Section):
         bound = self.bound
         for name, reason in bound.problems():
             yield f"rollout.{name}", reason
+        for name, reason in self.simulate.unknown_envs(bound.envs):
+            yield f"simulate.{name}", reason
         if not engine.stamps_tokens and bound.trims:
             yield (
                 "rollout.over_bound",
                 "trim needs the version of every token, and engine.stamps_tokens is off: use an "
                 "engine that stamps tokens, or drop, wait or admit",
             )
-        if bound.waits and rollout.queue_size < bound.admission_limit:
+        if bound.holds and rollout.queue_size < bound.admission_limit:
             yield (
                 "rollout.queue_size",
                 f"{rollout.queue_size} is below (S + 1) * B = {bound.admission_limit}: with "
-                "over_bound: wait the samples that are waited for could not get past the others",
+                "over_bound: wait or order: window, the samples that a batch is held for could "
+                "not get past the others",
             )
         if rollout.group_size == 1 and actor.advantage is not Baseline.MEAN:
             yield (
@@ -295,14 +256,6 @@ class Config(Section):
                 f"{rollout.max_new_tokens} tokens leave no room for a prompt within "
                 f"engine.max_model_len ({engine.max_model_len}); lower one or raise the other",
             )
-        cache_tokens = engine.num_blocks * engine.page_size
-        if cache_tokens < engine.max_model_len:
-            yield (
-                "engine.num_blocks",
-                f"{engine.num_blocks} blocks of {engine.page_size} tokens hold {cache_tokens}, "
-                f"less than a sequence of engine.max_model_len ({engine.max_model_len}): it "
-                "would wait for ever; raise num_blocks",
-            )
         num_rollouts = rollout.consumer_batch_size * rollout.group_size
         if actor.ppo_n_minibatches > num_rollouts:
             yield (
@@ -310,19 +263,14 @@ class Config(Section):
                 f"{actor.ppo_n_minibatches} minibatches cannot be made of the {num_rollouts} "
                 "rollouts of a batch (consumer_batch_size * group_size)",
             )
-        if engine.port and engine.port + engine.count - 1 > 65535:
-            yield (
-                "engine.port",
-                f"{engine.count} engines from port {engine.port} on pass 65535; lower the port",
-            )
 
     @property
     def warnings(self) -> list[str]:
         """Settings that have no effect, or not the one that their name promises."""
-        found = []
+        found = [*self.engine.warnings]
         rollout = self.rollout
         useful = (rollout.max_head_offpolicyness + 1) * rollout.consumer_batch_size
-        if rollout.max_concurrent > useful:
+        if rollout.max_concurrent > useful and rollout.enforcement.bounds_admission:
             found.append(
                 f"rollout.max_concurrent_rollouts ({rollout.max_concurrent}) is above "
                 f"(S + 1) * B = {useful}: the staleness gate binds first, the rest has no effect"
@@ -332,6 +280,16 @@ class Config(Section):
                 "rollout.max_concurrent_rollouts is unset, so one batch "
                 f"({rollout.consumer_batch_size} samples) is in flight at most: set it up to "
                 f"{useful} to use max_head_offpolicyness = {rollout.max_head_offpolicyness}"
+            )
+        bound = self.bound
+        if rollout.window is not None and bound.order is not Order.WINDOW:
+            found.append(f"rollout.window has no effect with order: {bound.order}")
+        if rollout.wait_seconds is not None and not bound.waits:
+            found.append("rollout.wait_seconds has no effect: no environment has over_bound: wait")
+        if rollout.max_batches_ahead > bound.max_age:
+            found.append(
+                f"rollout.max_batches_ahead ({rollout.max_batches_ahead}) acts as S = "
+                f"{bound.max_age}: a batch further ahead could hold nothing young enough"
             )
         if not self.actor.use_decoupled_loss and rollout.max_head_offpolicyness > 1:
             found.append(

@@ -4,7 +4,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -158,13 +158,13 @@ def _section(key: Key) -> type[Section]:
     """The model whose fields lie below a key."""
     model: type[Section] = Config
     for part in key:
-        if isinstance(part, str):
-            model = section_of(model.model_fields[part].annotation) or model
+        if part in model.model_fields:  # else a position in a list, or a name in a mapping
+            model = section_of(model.model_fields[str(part)].annotation) or model
     return model
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that an annotation holds, itself or as a tuple's entry."""
+    """The section that an annotation holds: itself, optional, or as a tuple's or dict's entry."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
@@ -178,5 +178,5 @@ def _leaves(model: type[Section], prefix: Key) -> Iterator[Key]:
         if inner is None:
             yield (*prefix, name)
         else:
-            is_list = inner is not field.annotation
+            is_list = get_origin(field.annotation) is tuple
             yield from _leaves(inner, (*prefix, name, 0) if is_list else (*prefix, name))

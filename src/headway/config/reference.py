@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from headway.config import Config, Section, config, rollout, simulate
+from headway.config import Config, Section, config, engine, rollout, simulate
 from headway.config.problems import Key, dotted, section_of
 
 INTRODUCTION = """\
@@ -48,7 +48,7 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 def reference() -> str:
     """The whole page."""
-    docs = _field_docs()
+    page = _Page()
     parts = [INTRODUCTION]
     for name, field in Config.model_fields.items():
         model = section_of(field.annotation)
@@ -57,24 +57,51 @@ def reference() -> str:
         entry = " (a list; each entry has these)" if is_list else ""
         parts.append(f"## `{name}`{entry}\n\n{_summary(model)}\n")
         parts.append("| field | type | default | meaning |\n|---|---|---|---|")
-        parts.append("\n".join(_rows(model, (), docs)) + "\n")
+        parts.append("\n".join(page.rows(model, name, ())) + "\n")
     return "\n".join(parts)
 
 
-def _rows(model: type[Section], prefix: Key, docs: dict[tuple[str, str], str]) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is not None:
-            yield f"| `{dotted((*prefix, name))}` | section | | {_summary(inner)} |"
-            yield from _rows(inner, (*prefix, name), docs)
-            continue
-        cells = (
-            f"`{dotted((*prefix, name))}`",
-            _type(field.annotation, _limits(field)),
-            f"`{_default(field)}`",
-            docs.get((model.__name__, name), ""),
-        )
-        yield f"| {' | '.join(cells)} |"
+class _Page:
+    """Rows of the tables; a section that several fields hold is written out at the first."""
+
+    def __init__(self) -> None:
+        self._docs = _field_docs()
+        self._written: dict[type[Section], str] = {}
+
+    def rows(self, model: type[Section], top: str, prefix: Key) -> Iterator[str]:
+        """One per field of a model that stands at `prefix` below the section `top`."""
+        for name, field in model.model_fields.items():
+            inner = section_of(field.annotation)
+            key = dotted((*prefix, name))
+            meaning = self._docs.get((model.__name__, name), "")
+            if inner is None:
+                kind = _type(field.annotation, _limits(field))
+                yield f"| `{key}` | {kind} | `{_default(field)}` | {meaning} |"
+                continue
+            by_name = get_origin(field.annotation) is dict
+            kind = "sections by name" if by_name else "section"
+            if type(None) in get_args(field.annotation):
+                kind += ", or empty"
+            told = self._written.get(inner)
+            meaning = meaning or _summary(inner)
+            if told is not None:
+                meaning += f" Fields as of `{told}`."
+            yield f"| `{key}` | {kind} | {_section_default(field)} | {meaning} |"
+            if told is None:
+                self._written[inner] = f"{top}.{key}"
+                below = (*prefix, name, "NAME") if by_name else (*prefix, name)
+                yield from self.rows(inner, top, below)
+
+
+def _section_default(field: FieldInfo) -> str:
+    """What differs from the section's own defaults."""
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is None:
+        return "`empty`"
+    if not isinstance(value, Section):
+        return ""
+    said = value.model_dump(exclude_unset=True)
+    return f"`{', '.join(f'{key}: {one}' for key, one in said.items())}`" if said else ""
 
 
 def _summary(model: type[Section]) -> str:
@@ -128,7 +155,7 @@ def _field_docs() -> dict[tuple[str, str], str]:
     docs = {}
     nodes = [
         node
-        for module in (config, rollout, simulate)
+        for module in (config, engine, rollout, simulate)
         for node in ast.parse(inspect.getsource(module)).body
     ]
     for node in nodes:

@@ -47,7 +47,7 @@ def select(
     Args:
         candidates: accepted samples, in completion order.
         unbatched: these and all that are still running, in the order of admission.
-        overtaking: as in `order.window_end`.
+        overtaking: as in `order.in_window`.
         gave_up: whether this batch was held for `wait_seconds` already.
     """
     dropped = tuple(one.group_id for one in candidates if _is_lost(one, step, bound))

@@ -94,6 +94,11 @@ class Bound:
         return OverBound.WAIT in self._choices
 
     @property
+    def holds(self) -> bool:
+        """Whether a batch can be held for unfinished samples although enough others are there."""
+        return self.waits or self.order is Order.WINDOW
+
+    @property
     def trims(self) -> bool:
         """Whether some tokens may be trimmed."""
         return any(
@@ -144,6 +149,13 @@ class Bound:
             yield "window", "order: window needs its size, in samples"
         if self.order is Order.WINDOW and self.waits:
             yield "order", "window and over_bound: wait both say who comes first; choose one"
+        if self.order is Order.WINDOW and not self.enforcement.bounds_admission:
+            yield (
+                "order",
+                "window needs enforcement: admission or both. Without the admission formula ever "
+                "more samples finish behind the one that the window waits for, until it cannot "
+                "get past them",
+            )
         if self.waits and self.wait_seconds is None and not self.enforcement.bounds_admission:
             yield (
                 "over_bound",

@@ -87,6 +87,14 @@ class CapacityGate:
             return None
         return (self.max_head_offpolicyness + 1) * self.batch_size
 
+    @property
+    def most_unbatched(self) -> int:
+        """Samples that can be in the system beside what is trained, as long as batches are taken:
+        the concurrency limit and one batch, or `(S + 1) * B` if that is less."""
+        most = self.max_concurrent + self.batch_size
+        limit = self.first_step_limit
+        return most if limit is None else min(most, limit)
+
 
 def check_start(gate: CapacityGate, start: GateState) -> None:
     """Refuse a start state that opens more than `(S + 1) * B` places at once.

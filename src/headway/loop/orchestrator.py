@@ -37,7 +37,7 @@ from headway.config import Config
 from headway.core.gate import GateState, check_start
 from headway.core.guards import EmptyBatchGuard, FailureGuard
 from headway.core.ledger import Ledger, SampleState
-from headway.core.pacing import JustInTime, Pacing, PacingState
+from headway.core.pacing import BatchTaken, JustInTime, Pacing, PacingState
 from headway.core.rollout import Group, Task
 from headway.errors import HeadwayError, PartEndedError, TrainerError
 from headway.loop.dispatcher import Dispatcher
@@ -127,14 +127,8 @@ class Orchestrator:
         self.ledger = Ledger(start)
         self.waits = WaitBoard()
         self.gate = config.gate
-        self.pacer = (
-            JustInTime(
-                batch_size=rollout.consumer_batch_size,
-                ceiling=self.gate.first_step_limit,
-                state=pacing,
-            )
-            if rollout.pacing is Pacing.JUST_IN_TIME
-            else None
+        self.pacer = JustInTime(
+            batch_size=rollout.consumer_batch_size, ceiling=self.gate.most_unbatched, state=pacing
         )
         if check_first_step:
             check_start(self.gate, start)
@@ -348,7 +342,8 @@ class Orchestrator:
     # --- loops --------------------------------------------------------------------------------
 
     async def _run_fetch(self) -> None:
-        limit = self.config.rollout.queue_size
+        # The spare samples of the end of the run must not stand in the way of the last evaluation.
+        limit = max(self.config.rollout.queue_size, self.gate.spare_samples + 1)
 
         def has_room() -> bool:
             return len(self.train_sink) < limit
@@ -376,13 +371,14 @@ class Orchestrator:
         self.ship_gate.poll()
         if requeued := self.train_sink.take_requeued():
             self.dispatcher.requeue(requeued)
+            self._sink_changed.notify()
         self.dispatcher.pump()
 
     def _admission_limit(self) -> int | None:
         """Samples that may be admitted now for all that the gate does not know."""
         if self.bound.enforcement.holds_while_parked and self.ship_gate.is_parked:
             return 0
-        if self.pacer is None:
+        if self.config.rollout.pacing is Pacing.FILL:
             return None
         if self.policy.announced > self.policy.version:
             # What starts now would be a version older than what starts after the update.
@@ -390,8 +386,10 @@ class Orchestrator:
         return self.pacer.limit() - len(self.ledger.unbatched)
 
     def _on_taken(self, taken: TakenBatch) -> None:
-        if self.pacer is not None:
-            self.pacer.batch_taken(taken)
+        if taken.batch.step > self.log.first_step:  # for the first one the trainer has to wait
+            self.pacer.batch_taken(
+                BatchTaken(num_ready=taken.num_ready, num_unbatched=taken.num_unbatched)
+            )
         self._sink_changed.notify()
 
     # --- what parts report ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from headway.core.ages import Ages
 from headway.core.bound import Bound
+from headway.core.order import Order
 from headway.core.rollout import Batch
 from headway.errors import InvariantError
 from headway.loop.policy import PolicyHandle
@@ -72,7 +73,7 @@ class ShipGate:
         self._changed = Signal()
         self._taken: TakenBatch | None = None
         self._full_at: float | None = None
-        self._ready: tuple[float, int, int] | None = None
+        self._ready: tuple[float, int] | None = None
         self._held_since: float | None = None
         self._gave_up = False
         self._timer: asyncio.TimerHandle | None = None
@@ -107,14 +108,14 @@ class ShipGate:
         if not self._is_due:
             return
         if self._ready is None:
-            self._ready = (now, len(self._sink), self._num_unbatched())
+            self._ready = (now, len(self._sink))
             self._changed.notify()
         step = self.num_shipped
         batch = self._sink.assemble(step, gave_up=self._gave_up)
         if batch is None:
             self._hold(now)
             return
-        ready_at, num_ready, num_unbatched = self._ready
+        ready_at, num_ready = self._ready
         self._taken = TakenBatch(
             batch=batch,
             ages=self._checked_ages(batch),
@@ -123,7 +124,7 @@ class ShipGate:
             ready_at=ready_at,
             taken_at=now,
             num_ready=num_ready,
-            num_unbatched=num_unbatched,
+            num_unbatched=self._num_unbatched() + len(batch.groups),
             held_seconds=0.0 if self._held_since is None else now - self._held_since,
         )
         self._full_at = now if self._sink.is_full else None
@@ -174,7 +175,8 @@ class ShipGate:
 
     def _what_for(self, step: int) -> str:
         if self._held_since is not None:
-            return f"the samples that must be in batch {step} (over_bound: wait)"
+            why = "order: window" if self._bound.order is Order.WINDOW else "over_bound: wait"
+            return f"the samples that batch {step} is held for ({why})"
         if not self._sink.is_full:
             return f"batch {step} to fill"
         return f"the trainer to publish version {step - self._ahead}"

@@ -18,8 +18,8 @@ class TakenBatch:
     """A batch at the moment when it was put together; instants `_at` are seconds since the start.
 
     `full_at`: a batch's worth of samples was there. `ready_at`: the trainer could have had it;
-    `num_ready` accepted and `num_unbatched` samples in all were there then. `held_seconds`: from
-    both on, until everything was there that it had to wait for.
+    `num_ready` accepted samples were there then. `held_seconds`: from both on, until everything was
+    there that it had to wait for. `num_unbatched`: in the system when it was taken, its own too.
     """
 
     batch: Batch

@@ -1,21 +1,23 @@
-"""A simulated task: fixed prompts, one turn, a reward that succeeds with a given probability."""
+"""A simulated environment and its tasks: turns, tool calls and rewards as the workload states."""
 
-import numpy as np
+import asyncio
 
 from headway.core.rollout import Completion, Task
+from headway.errors import EnvironmentFailure
 from headway.ports import Score, Transcript
+from headway.sim.workload import Workload
 
 
 class SimulatedEnvironment:
-    """One model turn, then a reward of 1 with `reward_probability`, else 0."""
+    """Lets the model act, takes the tools' time between two turns, and rewards with 1 or 0.
 
-    def __init__(
-        self, name: str, *, prompt_tokens: int, reward_probability: float, rng: np.random.Generator
-    ) -> None:
+    All that it does follows from the key that each completion begins with (`sim/workload.py`).
+    """
+
+    def __init__(self, name: str, workload: Workload) -> None:
         self._name = name
-        self._prompt = [0] * prompt_tokens
-        self._probability = reward_probability
-        self._rng = rng
+        self._workload = workload
+        self._env = workload.env(name)
 
     @property
     def name(self) -> str:
@@ -23,13 +25,32 @@ class SimulatedEnvironment:
         return self._name
 
     async def run(self, transcript: Transcript) -> None:
-        """Prompt, one turn."""
-        transcript.observe(self._prompt)
-        await transcript.act()
+        """Prompt, then turns and tool calls in turn. Raises EnvironmentFailure as stated."""
+        workload, env = self._workload, self._env
+        transcript.observe(workload.prompt(transcript.task))
+        key = _key(await transcript.act())
+        num_turns = workload.num_turns(env, key)
+        failing = workload.failing_turn(key, num_turns)
+        for turn in range(num_turns):
+            if turn:
+                if seconds := workload.tool_seconds(env, key, turn):
+                    await asyncio.sleep(seconds)
+                await transcript.act()
+            if turn == failing:
+                raise EnvironmentFailure(
+                    f"environment {self._name!r} failed after turn {turn + 1} of task "
+                    f"{transcript.task.key!r}, as simulate.faults states"
+                )
 
     def score(self, task: Task, completions: list[Completion]) -> Score:
-        """A coin."""
-        return Score(reward=float(self._rng.random() < self._probability))
+        """A coin, biased by the task's difficulty."""
+        key = _key(completions[0])
+        return Score(reward=self._workload.reward(self._env, task.position, key))
+
+
+def _key(completion: Completion) -> int:
+    """0 for an engine that samples nothing."""
+    return int(completion.token_ids[0]) if len(completion.token_ids) else 0
 
 
 class CountingTasks:

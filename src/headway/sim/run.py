@@ -2,19 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
-
-import numpy as np
 
 from headway import __version__
 from headway.config import Config
 from headway.core.gate import GateState
 from headway.core.rollout import Task
+from headway.engines.pool import EnginePool
+from headway.envs.mixture import MixedTasks
 from headway.loop.orchestrator import Orchestrator, Ports
-from headway.ports import MetricsSink, RunStore
-from headway.sim.engine import SimulatedEngine, latency_sampler
+from headway.ports import Engine, MetricsSink, RunStore, TaskSource
+from headway.sim.distributions import curve_of
+from headway.sim.engine import SimulatedEngine
 from headway.sim.environment import CountingTasks, SimulatedEnvironment
 from headway.sim.trainer import MemoryStore, RowList, SimulatedTrainer
+from headway.sim.workload import Workload
 
 
 def build_simulation(
@@ -33,39 +36,30 @@ def build_simulation(
         latency: draws the seconds of one engine request instead of `simulate.rollout_seconds`.
         replaced: fields of Ports that something else takes the place of.
         start, check_first_step: as in Orchestrator.
+
+    Raises:
+        ConfigError: a file of values that the workload names cannot be used.
     """
-    stated = config.simulate
-    rng = np.random.default_rng(config.run.seed)
+    workload = Workload(config, latency=latency)
     version = start.version if start else 0
-    engine = SimulatedEngine(
-        latency=latency or latency_sampler(stated.rollout_seconds, rng),
-        tokens_per_second=stated.tokens_per_second,
-        sync_seconds=stated.weight_sync_seconds,
-        version=version,
-    )
-    trainer = SimulatedTrainer(train_seconds=lambda: stated.train_seconds, version=version)
-    label = config.envs[0].label
-    environment = SimulatedEnvironment(
-        label,
-        prompt_tokens=stated.prompt_tokens,
-        reward_probability=stated.reward_probability,
-        rng=np.random.default_rng([config.run.seed, 1]),
-    )
+    trainer = SimulatedTrainer(train_seconds=workload.train_seconds, version=version)
+    engine, names = _engines(config, workload, version)
     num_evals = config.eval.num_tasks if config.eval.every else 0
     ports = Ports(
         engine=engine,
-        environments={label: environment},
-        source=CountingTasks(label),
+        environments={label: SimulatedEnvironment(label, workload) for label in workload.labels},
+        source=_tasks(config),
         trainer=trainer,
         channel=trainer,
         store=store or MemoryStore(),
         metrics=metrics or RowList(),
         eval_tasks=[
             Task(env=label, key=f"eval-{index}", position=index, data={})
+            for label in workload.labels
             for index in range(num_evals)
         ],
         watched={"trainer": trainer.run},
-        labels={"simulated": True, "engines": [engine.name], "headway": __version__},
+        labels={"simulated": True, "engines": names, "headway": __version__},
     )
     return Orchestrator(
         config,
@@ -73,3 +67,39 @@ def build_simulation(
         start=start,
         check_first_step=check_first_step,
     )
+
+
+def _engines(config: Config, workload: Workload, version: int) -> tuple[Engine, list[str]]:
+    """One engine, or a pool of several, and their names."""
+    stated, count = config.simulate, config.engine.count
+    load: dict[str, Any] = {"tokens_per_work": stated.tokens_per_second}
+    if stated.rollout_tokens is not None:
+        curve = curve_of(stated.engine.throughput)
+        load = {"speed": cache(lambda num: curve(num) / num), "slots": stated.engine.slots}
+    engines = [
+        SimulatedEngine(
+            turn=workload.turn,
+            **load,
+            sync_seconds=stated.weight_sync_seconds,
+            recompute_seconds=stated.recompute_seconds,
+            update_mode=config.engine.update_mode,
+            stamps_tokens=config.engine.stamps_tokens,
+            version=version,
+            name="simulated engine" if count == 1 else f"simulated engine {number}",
+        )
+        for number in range(count)
+    ]
+    names = [engine.name for engine in engines]
+    if count == 1:
+        return engines[0], names
+    seconds = config.engine.update_seconds
+    return EnginePool(engines, update_seconds=seconds, version=version), names
+
+
+def _tasks(config: Config) -> TaskSource:
+    """Endless tasks, mixed by the environments' weights."""
+    labels = [env.label for env in config.envs]
+    if len(labels) == 1:
+        return CountingTasks(labels[0])
+    weights = [env.weight for env in config.envs]
+    return MixedTasks({label: CountingTasks(label) for label in labels}, weights)

@@ -14,12 +14,12 @@ class SimulatedTrainer:
     order, then publishes the next version.
 
     Args:
-        train_seconds: draws the seconds of one update.
+        train_seconds: the seconds of the update of a step.
         queue_size: shipped batches that may wait; the ship gate keeps it near 1.
     """
 
     def __init__(
-        self, *, train_seconds: Callable[[], float], version: int = 0, queue_size: int = 64
+        self, *, train_seconds: Callable[[int], float], version: int = 0, queue_size: int = 64
     ) -> None:
         self._train_seconds = train_seconds
         self._queue: asyncio.Queue[int] = asyncio.Queue(queue_size)
@@ -45,7 +45,7 @@ class SimulatedTrainer:
         while True:
             step = await self._queue.get()
             idle_seconds = loop.time() - idle_since
-            seconds = self._train_seconds()
+            seconds = self._train_seconds(step)
             if seconds:
                 await asyncio.sleep(seconds)
             stats = {

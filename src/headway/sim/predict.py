@@ -1,0 +1,372 @@
+"""One setting on a workload, in virtual time through the real loop: what it comes to and what binds.
+
+The steady state is what is measured: the first steps, in which the pipeline fills, are left out,
+and the run is ended before admission closes near its step target.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from headway.config import PRESETS, Config
+from headway.core.bound import Enforcement, OverBound
+from headway.core.order import Order
+from headway.core.pacing import Pacing
+from headway.errors import ConfigError
+from headway.loop.orchestrator import Orchestrator
+from headway.sim.clock import run_virtual
+from headway.sim.distributions import curve_of
+from headway.sim.run import build_simulation
+
+MIN_MEASURED = 4
+"""Steps below which a simulation that was cut off says nothing."""
+
+LOOKS_PER_STEP = 8
+"""How often per step the loop is asked what it waits for."""
+
+BUSY = 0.03
+"""A trainer that is idle for a smaller share of the time is what limits the run."""
+
+SATURATED = 0.97
+"""Engines that sample at this share of the most that they can are full."""
+
+BEYOND = 1.05
+"""Loads above this many times the largest recorded one are extrapolated."""
+
+
+class Binding(StrEnum):
+    """What a setting's step time is limited by: what would have to change to make it shorter."""
+
+    TRAINER = "trainer"
+    """The trainer is never short of a batch."""
+    CONCURRENCY = "concurrency"
+    """Generation, by `max_concurrent_rollouts`."""
+    ENGINES = "engines"
+    """Generation, and the engines cannot sample faster."""
+    STALENESS = "staleness"
+    """Generation, held back by the gate: `S`."""
+    STRAGGLERS = "stragglers"
+    """Full batches wait for samples that must be in them."""
+    PACING = "pacing"
+    """Generation, held back by the pacing controller."""
+
+
+BINDING_TEXT = {
+    Binding.TRAINER: "the trainer is busy all the time",
+    Binding.CONCURRENCY: "too few rollouts in flight",
+    Binding.ENGINES: "the engines are full",
+    Binding.STALENESS: "the staleness gate holds generation back",
+    Binding.STRAGGLERS: "batches wait for stragglers",
+    Binding.PACING: "pacing holds generation back",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Setting:
+    """What a plan chooses."""
+
+    max_head_offpolicyness: int
+    max_concurrent: int
+    enforcement: Enforcement
+    order: Order
+    over_bound: OverBound
+    pacing: Pacing
+    window: int | None = None
+    engines: int = 1
+
+    @classmethod
+    def of(cls, config: Config) -> "Setting":
+        """The setting that a configuration has."""
+        rollout = config.rollout
+        return cls(
+            max_head_offpolicyness=rollout.max_head_offpolicyness,
+            max_concurrent=rollout.max_concurrent,
+            enforcement=rollout.enforcement,
+            order=rollout.order,
+            over_bound=rollout.over_bound,
+            pacing=rollout.pacing,
+            window=rollout.window if rollout.order is Order.WINDOW else None,
+            engines=config.engine.count,
+        )
+
+    def block(self) -> dict[str, dict[str, Any]]:
+        """As the configuration has it, section by section."""
+        rollout: dict[str, Any] = {
+            "max_head_offpolicyness": self.max_head_offpolicyness,
+            "max_concurrent_rollouts": self.max_concurrent,
+            "enforcement": self.enforcement.value,
+            "order": self.order.value,
+            "over_bound": self.over_bound.value,
+            "pacing": self.pacing.value,
+        }
+        if self.window is not None:
+            rollout["window"] = self.window
+        return {"rollout": rollout, "engine": {"count": self.engines}}
+
+    def apply(self, config: Config) -> Config:
+        """The configuration with this setting. Raises ConfigError when the two contradict."""
+        content = config.model_dump(mode="json")
+        for section, values in self.block().items():
+            content[section].update(values)
+        rollout = content["rollout"]
+        if self.over_bound is OverBound.WAIT:
+            needed = (self.max_head_offpolicyness + 1) * rollout["consumer_batch_size"]
+            rollout["queue_size"] = max(rollout["queue_size"], needed)
+        try:
+            return Config.model_validate(content)
+        except ValueError as error:
+            raise ConfigError(f"{self.policy}: {error}") from error
+
+    @property
+    def policy(self) -> str:
+        """The name of the preset that these are, else the four names."""
+        chosen = {
+            "enforcement": self.enforcement,
+            "order": self.order,
+            "over_bound": self.over_bound,
+            "pacing": self.pacing,
+        }
+        for preset, values in PRESETS.items():
+            if values == chosen:
+                return preset.value
+        where = "" if self.enforcement is Enforcement.ADMISSION else f"{self.enforcement.value}, "
+        order = self.order.value if self.window is None else f"{self.order.value} {self.window}"
+        return f"{where}{order}, {self.over_bound.value}, {self.pacing.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A setting in the steady state; times are virtual seconds, ages versions."""
+
+    setting: Setting
+    num_steps: int
+    """Steps that were measured."""
+    step_seconds: float
+    head_age_mean: float
+    """Of the oldest trained token of a rollout."""
+    age_mean: float
+    age_p99: int
+    age_max: int
+    """Over trained tokens."""
+    guaranteed: int | None
+    dropped_share: float
+    """Of the samples that reached a batch or were too old for it."""
+    trimmed_share: float
+    """Of the tokens in batches."""
+    held_seconds: float
+    """Per step: a full batch waited for samples that must be in it."""
+    trainer_idle: float
+    engine_idle: float
+    """Shares of the time; engines are idle when no request is in flight."""
+    longest_trained_share: float | None
+    """Of the longest 5 % of the rollouts, the share trained."""
+    load: float
+    """Mean running requests per engine."""
+    binding: Binding
+    evidence: str
+    is_extrapolated: bool
+    """Whether engines ran more requests than the recorded run shows the speed of."""
+
+    def as_row(self) -> dict[str, Any]:
+        """For JSON; the setting's fields come first."""
+        row = {**dataclasses.asdict(self.setting), "policy": self.setting.policy}
+        rest = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name != "setting"
+        }
+        return {**row, **rest}
+
+
+@dataclass(slots=True)
+class _Window:
+    """What is seen of a simulated run between its warm-up and its end."""
+
+    first: int
+    last: int
+    deadline: float
+    rows: list[Mapping[str, Any]] = field(default_factory=list)
+    started_at: float = 0.0
+    waits: Counter[str] = field(default_factory=Counter)
+    loads: list[int] = field(default_factory=list)
+    max_load: int = 0
+    end: asyncio.Event = field(default_factory=asyncio.Event)
+    step_seconds: float = 0.0
+
+    def emit(self, row: Mapping[str, Any]) -> None:
+        """A MetricsSink that keeps the step rows."""
+        if row["kind"] != "step":
+            return
+        self.step_seconds = row["step_seconds"]
+        if row["step"] < self.first:
+            self.started_at = row["time"]
+        elif not self.end.is_set():
+            self.rows.append(row)
+        if row["step"] >= self.last or time.monotonic() > self.deadline:
+            self.end.set()
+
+    async def watch(self, run: Orchestrator) -> None:
+        """Look at what holds admission back, several times a step."""
+        while True:
+            await asyncio.sleep(max(self.step_seconds / LOOKS_PER_STEP, 1e-3))
+            engines = await run.engine.statistics()
+            running = [one.num_running for one in engines.values()]
+            self.max_load = max(self.max_load, *running)
+            if not self.rows:
+                continue
+            self.loads += running
+            wait = run.waits.current.get("submission")
+            self.waits[_held_by(wait.what if wait else "")] += 1
+
+
+def predict(
+    config: Config,
+    setting: Setting,
+    *,
+    num_steps: int,
+    max_load: float | None = None,
+    seconds: float = float("inf"),
+) -> Prediction | None:
+    """Simulate a setting for `num_steps` steps after the warm-up.
+
+    Args:
+        max_load: the largest load that the engine's speed is known for; None: it is stated.
+        seconds: wall time after which the simulation is cut off; None comes back when that was too
+            early to say anything.
+
+    Raises:
+        ConfigError: the setting contradicts the configuration.
+    """
+    warm_up = 2 * (setting.max_head_offpolicyness + 1) + 3
+    target = warm_up + num_steps + setting.max_head_offpolicyness + 3
+    planned = setting.apply(config)
+    run = planned.run.model_copy(
+        update={"steps": target, "metrics_interval_seconds": 1e9, "stall_seconds": 1e9}
+    )
+    quiet = planned.eval.model_copy(update={"every": 0})
+    planned = planned.model_copy(update={"run": run, "eval": quiet})
+    deadline = time.monotonic() + seconds
+
+    async def main() -> Prediction | None:
+        window = _Window(first=warm_up, last=warm_up + num_steps - 1, deadline=deadline)
+        orchestrator = build_simulation(planned, metrics=window)
+        running = asyncio.create_task(orchestrator.run())
+        looking = asyncio.create_task(window.watch(orchestrator))
+        ended = asyncio.create_task(window.end.wait())
+        await asyncio.wait({running, looking, ended}, return_when=asyncio.FIRST_COMPLETED)
+        idle = orchestrator.engine.idle_share or 0.0
+        for task in (looking, ended, running):
+            task.cancel()
+        results = await asyncio.gather(looking, ended, running, return_exceptions=True)
+        if len(window.rows) < MIN_MEASURED:
+            if not window.end.is_set():  # it ended by itself, and early
+                raise ConfigError(f"the workload cannot be simulated: {_reason(results[2])}")
+            return None
+        return _prediction(planned, setting, window, orchestrator, idle, max_load)
+
+    return run_virtual(main())
+
+
+def _reason(outcome: object) -> str:
+    if isinstance(outcome, BaseException):
+        return f"{type(outcome).__name__}: {outcome}"
+    return str(getattr(outcome, "message", None) or getattr(outcome, "exit_reason", outcome))
+
+
+def _prediction(
+    config: Config,
+    setting: Setting,
+    window: _Window,
+    run: Orchestrator,
+    engine_idle: float,
+    max_load: float | None,
+) -> Prediction:
+    rows = window.rows
+    total = {key: sum(row[key] or 0.0 for row in rows) for key in _SUMMED}
+    tokens: Counter[int] = Counter()
+    for row in rows:
+        tokens.update({int(age): count for age, count in row["age_counts"].items()})
+    ages = np.repeat(list(tokens), list(tokens.values())) if tokens else np.zeros(1, int)
+    heads = [row["age"]["head_mean"] for row in rows if row["age"]["head_mean"] is not None]
+    busy = total["train_seconds"] + total["publish_seconds"] + total["trainer_idle_seconds"]
+    trainer_idle = total["trainer_idle_seconds"] / busy if busy else 1.0
+    dropped = sum(sum(row["dropped"].values()) for row in rows)
+    held = total["held_seconds"] / len(rows)
+    step_seconds = (rows[-1]["time"] - window.started_at) / len(rows)
+    binding, evidence = _binding(config, window, trainer_idle, held, step_seconds)
+    return Prediction(
+        setting=setting,
+        num_steps=len(rows),
+        step_seconds=step_seconds,
+        head_age_mean=float(np.mean(heads)) if heads else 0.0,
+        age_mean=float(ages.mean()),
+        age_p99=int(np.quantile(ages, 0.99, method="inverted_cdf")),
+        age_max=int(ages.max()),
+        guaranteed=config.bound.guaranteed_age,
+        dropped_share=dropped / max(dropped + total["num_samples"], 1),
+        trimmed_share=total["tokens_trimmed"]
+        / max(total["tokens_trimmed"] + total["num_tokens"], 1),
+        held_seconds=held,
+        trainer_idle=trainer_idle,
+        engine_idle=engine_idle,
+        longest_trained_share=run.train_sink.bias.longest_trained_share,
+        load=float(np.mean(window.loads)) if window.loads else 0.0,
+        binding=binding,
+        evidence=evidence,
+        is_extrapolated=max_load is not None and window.max_load > BEYOND * max_load,
+    )
+
+
+_SUMMED = (
+    "train_seconds",
+    "publish_seconds",
+    "trainer_idle_seconds",
+    "held_seconds",
+    "num_samples",
+    "num_tokens",
+    "tokens_trimmed",
+)
+
+
+def _held_by(what: str) -> str:
+    """What held admission back, from the words of the wait board."""
+    for words, kind in (
+        ("max_concurrent_rollouts", Binding.CONCURRENCY),
+        ("max_head_offpolicyness", Binding.STALENESS),
+        ("to be served", Binding.STALENESS),
+        ("pacing", Binding.PACING),
+    ):
+        if words in what:
+            return kind
+    return ""
+
+
+def _binding(
+    config: Config, window: _Window, trainer_idle: float, held: float, step_seconds: float
+) -> tuple[Binding, str]:
+    idle = f"trainer idle {100 * trainer_idle:.0f} %"
+    if trainer_idle < BUSY:
+        return Binding.TRAINER, idle
+    if held > 0.5 * trainer_idle * step_seconds:
+        return Binding.STRAGGLERS, f"{idle}, full batches held {held:.2g} s a step"
+    stated = config.simulate
+    load = float(np.mean(window.loads)) if window.loads else 0.0
+    if stated.rollout_tokens is not None and window.loads:
+        curve = curve_of(stated.engine.throughput)
+        most = curve(stated.engine.slots)
+        use = float(np.mean([curve(one) for one in window.loads])) / most
+        if use >= SATURATED:
+            return Binding.ENGINES, f"{idle}, engines at {100 * use:.0f} % of their speed"
+    looks = sum(window.waits.values())
+    held_by = {kind: window.waits[kind] / max(looks, 1) for kind in Binding}
+    kind = max(held_by, key=lambda one: held_by[one])
+    if not held_by[kind]:
+        kind = Binding.ENGINES
+        return kind, f"{idle}, {load:.3g} requests run per engine"
+    share = f"admission held back by it {100 * held_by[kind]:.0f} % of the time"
+    return kind, f"{idle}, {share}"
