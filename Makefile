@@ -4,10 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Real inference servers live in environments of their own: their pins are not Headway's.
+VLLM := .venv-vllm
+SGLANG := .venv-sglang
+REAL_MODEL := .cache/real/model
+
 # The first of runs/NAME-1, runs/NAME-2, ... that is free.
 next_run = $$(n=1; while [ -e runs/$(1)-$$n ]; do n=$$((n + 1)); done; echo runs/$(1)-$$n)
 
-.PHONY: help demo demo-sync test lint types bench docs clean
+.PHONY: help demo demo-sync test test-vllm test-sglang lint types bench docs plots clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,6 +36,27 @@ demo-sync: $(STAMP) ## the same, synchronous (S = 0)
 test: $(STAMP) ## all tests
 	$(BIN)/python -m pytest
 
+test-vllm: $(STAMP) $(VLLM)/.installed $(REAL_MODEL) ## two real vLLM servers on the CPU, and runs on them
+	HEADWAY_REAL_KIND=vllm HEADWAY_REAL_PYTHON=$(VLLM)/bin/python \
+	  $(BIN)/python -m pytest tests/real
+
+test-sglang: $(STAMP) $(SGLANG)/.installed $(REAL_MODEL) ## the same with SGLang
+	HEADWAY_REAL_KIND=sglang HEADWAY_REAL_PYTHON=$(SGLANG)/bin/python \
+	  $(BIN)/python -m pytest tests/real
+
+$(VLLM)/.installed: tests/real/requirements-vllm.txt
+$(SGLANG)/.installed: tests/sglang_cpu/requirements.txt
+$(VLLM)/.installed $(SGLANG)/.installed:
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
+
+$(REAL_MODEL): tests/real/model.py src/headway/trainer/warm_start.py | $(STAMP)
+	rm -rf $@
+	$(BIN)/python tests/real/model.py $@
+
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -45,5 +71,8 @@ docs: $(STAMP) ## write docs/configuration.md from the models
 	$(BIN)/python -m headway.config.reference > docs/.configuration.md
 	mv docs/.configuration.md docs/configuration.md
 
+plots: $(STAMP) ## draw docs/plots again, from simulated runs
+	$(BIN)/python -m benchmarks.plots
+
 clean: ## remove the virtual environment and caches; runs stay
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache

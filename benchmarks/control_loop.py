@@ -25,6 +25,7 @@ from headway.config import Config
 from headway.core.rollout import Completion, FinishReason
 from headway.core.versions import VersionRuns
 from headway.loop.orchestrator import Orchestrator
+from headway.loop.outcome import Outcome
 from headway.ports import EngineStatistics, GenerateRequest, PublishedWeights
 from headway.sim.clock import run_virtual
 from headway.sim.run import build_simulation
@@ -45,6 +46,8 @@ def config_for(in_flight: int) -> Config:
                 "consumer_batch_size": 64,
                 "group_size": 1,
                 "max_concurrent_rollouts": in_flight,
+                "pacing": "fill",
+                "filters": [],
                 "max_batches_ahead": 64,
                 "queue_size": 1024,
             },
@@ -105,9 +108,9 @@ async def measure(in_flight: int) -> dict[str, Any]:
     )
     running = asyncio.ensure_future(orchestrator.run())
     num_rollouts = max(NUM_MEASURED, 2 * in_flight)
-    await _until_finished(orchestrator, in_flight)
+    await _until_admitted(orchestrator, running, in_flight)
     started, before = time.process_time(), orchestrator.dispatcher.admissions
-    await _until_finished(orchestrator, before + num_rollouts)
+    await _until_admitted(orchestrator, running, before + num_rollouts)
     seconds = time.process_time() - started
     done = orchestrator.dispatcher.admissions - before
     in_flight_seen = orchestrator.ledger.num_running
@@ -123,8 +126,12 @@ async def measure(in_flight: int) -> dict[str, Any]:
     }
 
 
-async def _until_finished(orchestrator: Orchestrator, admissions: int) -> None:
-    while orchestrator.dispatcher.admissions < admissions:  # noqa: ASYNC110
+async def _until_admitted(
+    orchestrator: Orchestrator, running: "asyncio.Future[Outcome]", admissions: int
+) -> None:
+    while orchestrator.dispatcher.admissions < admissions:
+        if running.done():
+            raise RuntimeError(f"the run ended: {running.result()}")
         await asyncio.sleep(0)
 
 

@@ -74,7 +74,7 @@ PROBLEMS = [
     ("envs: []\n", "envs: must have at least 1 entry"),
     ("envs:\n- id: a\n- id: 5\n", "c.yaml:3: envs.1.id: text is needed, not 5"),
     ("envs: [{id: a}, {id: a}]\n", "envs: the name 'a' is used twice"),
-    ("engine: {kind: vlm}\n", "engine.kind: must be 'local', not \"vlm\""),
+    ("engine: {kind: vlm}\n", "or 'sglang', not \"vlm\"; did you mean vllm?"),
     ("actor: {advantage: rlo}\n", "did you mean rloo?"),
     ("rollout: {filters: [zero_advantag]}\n", "rollout.filters.0: must be"),
     ("rollout: {max_head_offpolicyness: -1}\n", "must be at least 0, not -1"),

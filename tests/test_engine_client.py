@@ -1,4 +1,4 @@
-"""The engine client against a server that misbehaves on purpose, and the pool in virtual time."""
+"""The vLLM client, call by call, against a server that misbehaves on purpose."""
 
 import asyncio
 import socket
@@ -14,13 +14,9 @@ from headway.config import EngineConfig, UpdateMode
 from headway.core.rollout import FinishReason
 from headway.core.versions import VersionRuns
 from headway.engines.launch import choose_ports, engine_command
-from headway.engines.pool import EnginePool
 from headway.engines.vllm import VllmEngine
 from headway.errors import EngineError, TransportError
 from headway.ports import GenerateRequest, PublishedWeights
-from headway.sim.clock import run_virtual
-from headway.sim.engine import SimulatedEngine
-from headway.sim.workload import Turn
 
 Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 WEIGHTS = PublishedWeights(version=4, path=Path("weights/v000004"))
@@ -276,7 +272,7 @@ def test_an_interrupted_request_is_sent_again_with_what_it_had() -> None:
         for number in range(2):
             await until(lambda: len(server.bodies) == number + 1)  # noqa: B023 - awaited here
             aborted.set()
-            await engine.update_weights(WEIGHTS)
+            await engine.update_weights(PublishedWeights(version=4 + number, path=Path("weights")))
         completion = await task
         assert [body["token_ids"] for body in server.bodies] == [[7, 8], [7, 8], [7, 8, 5, 6]]
         budgets = [body["sampling_params"]["max_tokens"] for body in server.bodies]
@@ -354,71 +350,6 @@ vllm:generation_tokens_total {}
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - the scenario's own deadline bounds it
         await asyncio.sleep(0.001)
-
-
-class Scripted(SimulatedEngine):
-    """A simulated engine whose requests take one second and whose updates can go wrong."""
-
-    def __init__(self, name: str, *, sync_seconds: float = 1.0, error: str | None = None) -> None:
-        super().__init__(
-            turn=lambda _: Turn(work=1.0, num_tokens=10), sync_seconds=sync_seconds, name=name
-        )
-        self._error = error
-        self.num_updates = 0
-
-    async def update_weights(self, weights: PublishedWeights) -> None:
-        if self._error is not None:
-            raise EngineError(f"engine {self.name}: {self._error}")
-        await super().update_weights(weights)
-        self.num_updates += 1
-
-
-def test_the_pool_sends_to_the_least_busy() -> None:
-    async def scenario() -> None:
-        pool = EnginePool([Scripted("a"), Scripted("b")], update_seconds=10)
-        tasks = [asyncio.create_task(pool.generate(request())) for _ in range(5)]
-        await asyncio.sleep(0.5)
-        assert pool.in_flight == {"a": 3, "b": 2}
-        statistics = await pool.statistics()
-        assert {name: each.num_running for name, each in statistics.items()} == pool.in_flight
-        await asyncio.gather(*tasks)
-        cancelled = asyncio.create_task(pool.generate(request()))
-        await asyncio.sleep(0.25)
-        cancelled.cancel()
-        await asyncio.wait({cancelled})
-        assert pool.in_flight == {"a": 0, "b": 0}
-
-    run_virtual(scenario())
-
-
-def test_the_pool_updates_all_at_once_and_names_the_one_that_fails_or_is_late() -> None:
-    async def scenario() -> None:
-        now = asyncio.get_running_loop().time
-        good = [Scripted("a"), Scripted("b"), Scripted("c")]
-        pool = EnginePool(good, update_seconds=10)
-        await pool.update_weights(WEIGHTS)
-        assert now() == pytest.approx(1) and pool.version == 4
-
-        slow = EnginePool([*good, Scripted("d", sync_seconds=60)], update_seconds=10)
-        with pytest.raises(EngineError, match="engine d did not load version 4 within 10 s"):
-            await slow.update_weights(WEIGHTS)
-        assert now() == pytest.approx(11) and slow.version == 0
-
-        broken = EnginePool([Scripted("e", error="out of memory"), *good], update_seconds=10)
-        with pytest.raises(EngineError, match="engine e: out of memory"):
-            await broken.update_weights(WEIGHTS)
-        assert [engine.num_updates for engine in good] == [3, 3, 3]  # none left half-way
-
-    run_virtual(scenario())
-
-
-def test_a_pool_needs_engines_with_unique_names() -> None:
-    async def scenario() -> None:
-        for engines in ([], [Scripted("a"), Scripted("a")]):
-            with pytest.raises(ValueError, match="unique names"):
-                EnginePool(engines, update_seconds=1)
-
-    run_virtual(scenario())
 
 
 def test_ports_are_free_distinct_or_refused() -> None:

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from headway.config import EngineConfig, UpdateMode
 from headway.core.rollout import Completion, FinishReason
 from headway.core.versions import VersionRuns
-from headway.engines.launch import LocalEngines, start_local_engines
+from headway.engines.launch import Fleet, start_engines
 from headway.engines.vllm import VllmEngine
-from headway.errors import EngineError, TransportError
+from headway.errors import EngineError
 from headway.ports import GenerateRequest, PublishedWeights
 from headway.weights.folder import publish
 from recompute import (
@@ -51,7 +51,7 @@ class Bench:
     """One engine process for the whole module, two sets of weights, and how to use them."""
 
     runner: asyncio.Runner
-    engines: LocalEngines
+    engines: Fleet
     url: str
     folder: Path
     weights: tuple[Path, Path]
@@ -145,7 +145,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     config = EngineConfig(max_model_len=MAX_POSITIONS, num_blocks=512)
     with asyncio.Runner() as runner:
         engines = runner.run(
-            start_local_engines(
+            start_engines(
                 config, model_dir=first, logs_dir=folder, start_seconds=60, version=0, seed=3
             )
         )
@@ -556,9 +556,9 @@ def test_statistics_come_from_the_server(bench: Bench) -> None:
     bench.run(scenario())
 
 
-def start(bench: Bench, name: str, **options: Any) -> LocalEngines:
+def start(bench: Bench, name: str, **options: Any) -> Fleet:
     return bench.run(
-        start_local_engines(
+        start_engines(
             EngineConfig(**options),
             model_dir=bench.weights[0],
             logs_dir=bench.folder / name,
@@ -582,11 +582,11 @@ def test_a_killed_engine_is_reported_by_name_and_fails_its_requests(bench: Bench
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"engine-0 \(pid \d+\) was killed by SIGKILL"):
             await watch
-        with pytest.raises(TransportError, match="engine-0"):
+        with pytest.raises(EngineError, match="engine-0"):
             await request
-        with pytest.raises(TransportError, match="engine-0"):
+        with pytest.raises(EngineError, match="engine-0"):
             await engines.pool.generate(bench.request())
-        with pytest.raises(TransportError, match="engine-0"):
+        with pytest.raises(EngineError, match="engine-0"):
             await engines.pool.update_weights(PublishedWeights(version=1, path=bench.weights[1]))
         await engines.stop(1)
 

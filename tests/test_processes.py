@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -182,3 +183,117 @@ def test_a_missing_program_is_a_clear_error(tmp_path: Path) -> None:
     )
     with pytest.raises(EngineError, match=r"engine-7 could not be started \(./no-such-program\)"):
         asyncio.run(process.start())
+
+
+LEAVES_A_CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen(
+    [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+)
+print(child.pid, flush=True)
+{then}
+"""
+GUARDED_PARENT = """
+import asyncio, sys
+from pathlib import Path
+from headway.processes import ManagedProcess
+
+async def main():
+    server = ManagedProcess(
+        name="server",
+        command=[sys.executable, "-c", sys.argv[2]],
+        log_path=Path(sys.argv[1]),
+        has_children=True,
+    )
+    await server.start()
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "ending"),
+    [
+        ("sys.exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+    ],
+)
+def test_a_server_that_dies_leaves_no_worker_behind(tmp_path: Path, then: str, ending: str) -> None:
+    async def scenario() -> None:
+        process = ManagedProcess(
+            name="engine-7",
+            command=[sys.executable, "-c", LEAVES_A_CHILD.format(then=then)],
+            log_path=tmp_path / "engine-7.log",
+            has_children=True,
+        )
+        await process.start()
+        with pytest.raises(EngineError, match=ending):
+            await process.watch()
+        worker = printed_pid(process)
+        assert worker is not None and not is_alive(worker)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_stopping_a_server_ends_its_workers_in_sessions_of_their_own(
+    tmp_path: Path, is_stubborn: bool
+) -> None:
+    refuse = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " * is_stubborn
+
+    async def scenario() -> None:
+        process = ManagedProcess(
+            name="engine-7",
+            command=[
+                sys.executable,
+                "-c",
+                refuse + LEAVES_A_CHILD.strip().format(then="time.sleep(600)"),
+            ],
+            log_path=tmp_path / "engine-7.log",
+            has_children=True,
+        )
+        await process.start()
+        await until(lambda: process.log_path.exists() and printed_pid(process) is not None)
+        await process.stop(0.2 if is_stubborn else 5)
+        await process.watch()
+        worker = printed_pid(process)
+        assert worker is not None and not is_alive(worker)
+        ending = signal.SIGKILL if is_stubborn else signal.SIGTERM
+        assert process.returncode == -ending
+
+    asyncio.run(scenario())
+
+
+def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = LEAVES_A_CHILD.format(then="time.sleep(600)")
+    parent = subprocess.Popen([sys.executable, "-c", GUARDED_PARENT, str(log), server])
+
+    async def scenario() -> None:
+        await until(lambda: log.exists() and log.read_text().endswith("\n"))
+        parent.kill()
+        parent.wait()
+        await until(lambda: not is_alive(int(log.read_text())))
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        parent.kill()
+
+
+def test_a_process_that_ended_can_be_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        process = python(SLEEP, tmp_path)
+        await process.start()
+        first = process.pid
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(EngineError, match="SIGKILL"):
+            await process.watch()
+        await process.start()
+        assert process.pid != first and process.returncode is None
+        await process.stop(5)
+        await process.watch()  # stopped, not dead
+
+    asyncio.run(scenario())

@@ -17,7 +17,7 @@ from typing import Any
 from headway import __version__
 from headway.collector import tame_collector
 from headway.config import Config
-from headway.engines.launch import LocalEngines, start_local_engines
+from headway.engines.launch import Fleet, start_engines
 from headway.envs.registry import Tasks, load_tasks
 from headway.errors import HeadwayError, TrainerError
 from headway.loop.orchestrator import Orchestrator, Ports
@@ -46,7 +46,7 @@ def run(config: Config, *, model_dir: Path, view: MetricsSink | None = None) -> 
     """
     tasks = load_tasks(config, model_dir)
     run_dir = RunDir.create(config)
-    versions = versions_of(engine=f"headway {config.engine.kind}", trainer="headway reference")
+    versions = versions_of(engine=config.engine.kind, trainer="headway reference")
     run_dir.write_versions(versions)
     tame_collector()
     with run_dir.open_metrics() as rows, run_dir.open_trace() as trace:
@@ -84,12 +84,13 @@ class _RealRun:
         self._metrics = metrics
         self._trace_sink = trace
         self.is_abandoned = False
+        self._started_at: float | None = None
 
     async def main(self, versions: Mapping[str, str]) -> dict[str, Any]:
         """Start, run, stop; there is a summary whatever happens."""
         started_at = time.monotonic()
         trainer = self._trainer()
-        engines: LocalEngines | None = None
+        engines: Fleet | None = None
         orchestrator: Orchestrator | None = None
         loop_seconds = 0.0
         try:
@@ -129,7 +130,7 @@ class _RealRun:
             error=TrainerError,
         )
 
-    async def _start(self, trainer: ManagedProcess) -> LocalEngines:
+    async def _start(self, trainer: ManagedProcess) -> Fleet:
         """Engines and trainer side by side. Raises HeadwayErrors in a group."""
         config = self._config
 
@@ -143,19 +144,25 @@ class _RealRun:
         async with asyncio.TaskGroup() as group:
             group.create_task(start_trainer())
             engines = group.create_task(
-                start_local_engines(
+                start_engines(
                     config.engine,
                     model_dir=self._model_dir,
                     logs_dir=self._run_dir.logs,
                     start_seconds=config.run.start_seconds,
                     seed=config.run.seed,
+                    temperature=config.rollout.temperature,
+                    on_event=self._event,
                 )
             )
         return engines.result()
 
-    def _orchestrator(self, trainer: ManagedProcess, engines: LocalEngines) -> Orchestrator:
+    def _orchestrator(self, trainer: ManagedProcess, engines: Fleet) -> Orchestrator:
         config = self._config
-        watched = {process.name: process.watch for process in (trainer, *engines.processes)}
+        watched = {
+            "trainer": trainer.watch,
+            "engines": engines.watch,
+            "engine pool": engines.pool.run,
+        }
         ports = Ports(
             engine=engines.pool,
             environments=self._tasks.environments,
@@ -169,11 +176,20 @@ class _RealRun:
             watched=watched,
             labels={
                 "simulated": False,
-                "engines": [process.name for process in engines.processes],
+                "engines": engines.names,
                 "headway": __version__,
             },
         )
-        return Orchestrator(config, ports)
+        orchestrator = Orchestrator(config, ports)
+        self._started_at = orchestrator.started_at
+        return orchestrator
+
+    def _event(self, level: str, text: str) -> None:
+        """What happens to engines, at the loop's own time; 0 before it runs."""
+        time = 0.0
+        if self._started_at is not None:
+            time = asyncio.get_running_loop().time() - self._started_at
+        self._metrics.emit({"kind": "event", "time": time, "level": level, "text": text})
 
     async def _loop(self, orchestrator: Orchestrator) -> Outcome:
         """Run the loop; the first SIGINT or SIGTERM drains it, a second one cuts the drain off."""

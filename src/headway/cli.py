@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -121,6 +121,82 @@ def simulate(*arguments: Arguments, json: Json = False, quiet: Quiet = False) ->
 
     write_report(Path(config.run.dir))
     return _finish(config, summary, json)
+
+
+@app.command(sort_key=3)
+def plan(
+    source: Annotated[
+        Path,
+        Parameter(name="RUN_OR_WORKLOAD", help="A run directory, or a YAML file with a workload."),
+    ],
+    /,
+    *,
+    objective: Annotated[
+        Literal["balanced", "fastest", "youngest"],
+        Parameter(help="balanced: the youngest data within 1.5 % of the shortest step time."),
+    ] = "balanced",
+    budget: Annotated[float, Parameter(help="Seconds for the simulations.")] = 60.0,
+    jobs: Annotated[int, Parameter(help="Processes; 0: one per CPU core.")] = 0,
+    plot: Annotated[
+        Path | None,
+        Parameter(help="Where to draw; by default plan.png in the run directory, or here."),
+    ] = None,
+    write: Annotated[
+        Path | None, Parameter(help="Write the recommendation to this file, as YAML.")
+    ] = None,
+    workload: Annotated[
+        Path | None,
+        Parameter(help="Write the workload to this file, as YAML for headway simulate."),
+    ] = None,
+    json: Annotated[
+        bool,
+        Parameter(
+            negative=(), show_default=False, help="Print everything as JSON, alone, to stdout."
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, Parameter(negative=(), show_default=False, help="No progress while it runs.")
+    ] = False,
+) -> int:
+    """Say which setting to use: try S, concurrency, policies and engine counts in virtual time.
+
+    Reads how long things took in a recorded run, or takes the workload that a YAML file states.
+    docs/plan.md says what a plan can know, and what it cannot.
+
+    Try:
+
+    headway plan runs/demo-1
+
+    headway plan examples/demo.yaml --budget 20 --write recommended.yaml
+    """
+    if budget <= 0 or jobs < 0:
+        raise ConfigError(
+            f"--budget {budget:g} --jobs {jobs}: give a budget above 0 s, and no negative number "
+            "of processes"
+        )
+    from headway.config.file import dump_config
+    from headway.sim.plan import plan as find_plan
+    from headway.sim.ranking import Objective
+    from headway.views.plan import PlanProgress, block_text, plan_text, write_plot
+
+    console = _console(to_stderr=json)
+    with PlanProgress(None if quiet else console) as progress:
+        found = find_plan(
+            source, objective=Objective(objective), budget=budget, jobs=jobs, progress=progress
+        )
+    drawn = write_plot(found, plot or (source if source.is_dir() else Path()) / "plan.png")
+    if write is not None:
+        write.write_text(block_text(found.recommended.setting), encoding="utf-8")
+    if workload is not None:
+        workload.write_text(dump_config(found.config), encoding="utf-8")
+    if json:
+        print(json_module.dumps({**found.as_dict(), "plot": str(drawn)}, indent=2))
+        return 0
+    console.print(plan_text(found))
+    for file in (drawn, write, workload):
+        if file is not None:
+            console.print(f"{'file':<10}{file}", markup=False, highlight=False)
+    return 0
 
 
 @app.command(sort_key=6)

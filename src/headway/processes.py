@@ -1,26 +1,26 @@
 """Child processes that a run owns: started in a group of their own, watched, and always ended.
 
-A `ManagedProcess` never outlives its parent (Linux: the kernel kills it), never dies unnoticed
-(`watch`), and never survives `stop`.
+A `ManagedProcess` never outlives its parent (Linux: the kernel kills it, or its guard does), never
+dies unnoticed (`watch`), and never survives `stop`.
 """
 
 import asyncio
-import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from headway.errors import EngineError, HeadwayError
+from headway.guard import die_with
 
 _T = TypeVar("_T")
 
 _NUM_LOG_LINES = 10
 _LOG_TAIL_BYTES = 16_384
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_GUARD_SECONDS = 2.0
 
 
 class ManagedProcess:
@@ -32,6 +32,8 @@ class ManagedProcess:
         log_path: appended to; its folder is made.
         env: added to this process's environment.
         error: what is raised when it dies, `EngineError` or `TrainerError`.
+        has_children: it starts processes of its own, which may outlive it: run it under
+            `headway.guard`, which is then the process that `pid` names.
 
     Example:
         >>> engine = ManagedProcess(name="engine-0", command=command, log_path=log)
@@ -50,9 +52,11 @@ class ManagedProcess:
         log_path: Path,
         env: Mapping[str, str] | None = None,
         error: type[HeadwayError] = EngineError,
+        has_children: bool = False,
     ) -> None:
         self.name = name
         self.log_path = log_path
+        self._has_children = has_children
         self._command = list(command)
         self._env = dict(env or {})
         self._error = error
@@ -72,19 +76,27 @@ class ManagedProcess:
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> None:
-        """Start it. Call this from the main thread: the kernel ties the child's life to the thread
-        that made it. Raises the error class when the program cannot be run."""
+        """Start it, or start it again after its end. Call this from the main thread: the kernel
+        ties the child's life to the thread that made it. Raises the error class when the program
+        cannot be run."""
+        self._stopping = self._exit_expected = False
+        command, stdin = self._command, asyncio.subprocess.DEVNULL
+        tie = die_with(os.getpid())
+        if self._has_children:
+            # The guard must outlive this process, to clean up; the end of the pipe wakes it.
+            command, stdin = [sys.executable, "-m", "headway.guard", *command], subprocess.PIPE
+            tie = None
         try:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             with self.log_path.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    stdin=asyncio.subprocess.DEVNULL,
+                    *command,
+                    stdin=stdin,
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **self._env},
                     start_new_session=True,
-                    preexec_fn=_die_with(os.getpid()),
+                    preexec_fn=tie,
                 )
         except OSError as error:
             raise self._error(
@@ -119,6 +131,7 @@ class ManagedProcess:
         the error class with name, exit code or signal, and the last lines of its log.
         """
         code = await asyncio.shield(self._exit_task())
+        self._signal_group(signal.SIGKILL)  # its children may not be gone
         if self._stopping or (self._exit_expected and code == 0):
             return
         raise self._error(self._obituary(code))
@@ -138,6 +151,10 @@ class ManagedProcess:
                 self._signal_group(signal.SIGTERM)
                 await asyncio.wait({self._exit_task()}, timeout=window_seconds)
         finally:
+            if self._process.stdin is not None:
+                # The guard ends the workers too that left its group; then it ends itself.
+                self._process.stdin.close()
+                await asyncio.wait({self._exit_task()}, timeout=_GUARD_SECONDS)
             # Also when the process itself is gone: its children may not be.
             self._signal_group(signal.SIGKILL)
         # No deadline: the kernel does not refuse SIGKILL.
@@ -195,17 +212,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _die_with(parent_pid: int) -> Callable[[], None] | None:
-    """What the child runs between fork and exec so that it dies with its parent (Linux only)."""
-    libc = _LIBC
-    if libc is None:
-        return None
-
-    def ask_the_kernel() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent_pid:  # the parent died before the kernel was asked
-            os._exit(1)
-
-    return ask_the_kernel

@@ -16,12 +16,16 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableSequence
 from types import ModuleType
 from typing import Any
 
-KERNELS = "sgl_kernel"
-OPERATORS = ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",)
+KERNELS = ("sgl_kernel", "sgl_kernel.kvcacheio", "sgl_kernel.mamba")
+"""Modules that SGLang imports whatever it runs on. It can do without the others."""
+OPERATORS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
 """Those of torchvision that its Python half expects its binary half to have declared."""
 
 
@@ -29,7 +33,7 @@ class Placeholder(ModuleType):
     """A module in which every name exists, and calling one says that it does not."""
 
     __version__ = "0"
-    __path__: Sequence[str] = ()
+    __path__: MutableSequence[str] = []  # noqa: RUF012 - what makes a module a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -42,11 +46,11 @@ class Placeholder(ModuleType):
 
 
 class PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the kernel package and whatever is imported below it."""
+    """Finds the modules of kernels."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """A spec for `sgl_kernel` and its submodules; None, which is "ask others", for the rest."""
-        if fullname.partition(".")[0] == KERNELS:
+        """A spec for these modules; None, which is "ask others", for the rest."""
+        if fullname in KERNELS:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
@@ -61,11 +65,11 @@ class PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def prepare() -> None:
     """Make `import sglang` work here, in the main process and in every worker."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    if importlib.util.find_spec(KERNELS) is None:
+    if importlib.util.find_spec(KERNELS[0]) is None:
         sys.meta_path.append(PlaceholderFinder())
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     kept.append(library)  # what it declares ends with it
     for operator in OPERATORS:
         library.define(operator)

@@ -74,6 +74,25 @@ class EngineConfig(Section):
     """Longest prompt plus completion."""
     update_seconds: Seconds = 60.0
     """Deadline for one engine to load one version."""
+    check_weights: Literal["full", "shapes", "off"] = "full"
+    """What is checked of a published version before an engine is told of it: `full` reads every
+    byte (checksums, finite values; seconds per GB), `shapes` names, shapes and dtypes only."""
+    canary: Literal["off", "warn", "stop"] = "stop"
+    """Check after every update that each engine answers like the trainer's weights: `warn` is an
+    event, `stop` ends the run (docs/engines.md)."""
+    canary_tolerance: float = Field(default=0.1, gt=0)
+    """Largest difference of a log-probability, in nats, that the canary lets pass: 0.02 is ample
+    when engine and trainer both compute in float32, 0.2 is usual for bfloat16."""
+    health_seconds: Seconds = 2.0
+    """Between two health checks of an engine; one that fails its checks takes no requests."""
+    health_deadline_seconds: Seconds = 10.0
+    """How long a health check may take; an engine that takes longer is out."""
+    live_seconds: Seconds = 120.0
+    """How long requests wait while no engine is live, before they fail."""
+    slow_start_seconds: float = Field(default=5.0, ge=0)
+    """An engine that (re)joins gets its full share of requests after this long."""
+    max_retries: int = Field(default=2, ge=0)
+    """How often a request that an engine broke off is sent to another one."""
 
     @property
     def warnings(self) -> Iterable[str]:
@@ -122,10 +141,4 @@ class EngineConfig(Section):
             yield (
                 "port",
                 f"{self.count} engines from port {self.port} on pass 65535; lower the port",
-            )
-        if self.kind == "sglang" and self.update_mode is UpdateMode.KEEP and not self.clear_cache:
-            yield (
-                "clear_cache",
-                "SGLang reuses keys and values of old weights for new requests unless its cache "
-                "is flushed; leave clear_cache on",
             )

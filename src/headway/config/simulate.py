@@ -9,12 +9,16 @@ from pydantic import Field, model_validator
 from headway.config.base import Count, ImpossibleError, Section
 
 Probability = Annotated[float, Field(ge=0, le=1)]
-# A validator that runs before the fields hands them Python's lists, which a strict tuple refuses.
-Point = Annotated[tuple[float, float], Field(strict=False)]
+Point = tuple[float, float]
 
 
 def _rises(values: Any) -> bool:
     return all(low < high for low, high in pairwise(values))
+
+
+def _tuples(value: Any) -> Any:
+    """What a validator that runs before the fields hands on: strict fields refuse a list there."""
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
 
 
 class DistributionConfig(Section):
@@ -45,12 +49,12 @@ class DistributionConfig(Section):
     alpha: float = Field(default=1.5, gt=0)
     """`long_tail`: the share of the values above `x` falls as `x ** -alpha` (Pareto); the mean is
     infinite up to 1, the variance up to 2."""
-    values: tuple[Annotated[float, Field(ge=0)], ...] = Field(default=(), strict=False)
+    values: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """`empirical`: measured values, one of which is drawn each time, with replacement."""
     file: str | None = None
     """`empirical`: a text file of such values, one a line, `#` starts a comment; a relative path is
     relative to the working directory."""
-    quantiles: tuple[Point, ...] = Field(default=(), strict=False)
+    quantiles: tuple[Point, ...] = ()
     """`empirical`: `[probability, value]` points of the distribution, linear in between; the ends
     are the least and the greatest value."""
     max: float | None = Field(default=None, gt=0)
@@ -66,6 +70,8 @@ class DistributionConfig(Section):
                 f"a number or a distribution (kind: lognormal, median: 20, ...) is needed, not "
                 f"{given!r:.60}"
             )
+        if isinstance(given, Mapping):
+            return {name: _tuples(value) for name, value in given.items()}
         return given
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ batches `k + 1 .. d`, which is `(d - k) * B` places. The admission formula makes
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from headway.core.bound import Bound, OverBound
 from headway.core.ledger import Admission
@@ -55,8 +56,8 @@ def select(
         candidates = [one for one in candidates if not _is_lost(one, step, bound)]
     if len(candidates) < bound.batch_size:
         return Selection(dropped=dropped)
-    waiting = unbatched.keys() - set(dropped)
     if bound.order is Order.WINDOW and bound.window is not None:
+        waiting = unbatched.keys() - set(dropped)
         preferred, held_up_by = in_window(candidates, waiting, overtaking, bound.window)
         if len(preferred) < bound.batch_size:
             return Selection(dropped=dropped, held_for=tuple(held_up_by))
@@ -64,15 +65,16 @@ def select(
         preferred = in_order(candidates, bound.order)
     required: list[Candidate] = []
     if bound.waits and not gave_up:
-        unfinished = waiting - {one.group_id for one in candidates}
-        pending = {one: at for one, at in unbatched.items() if one in unfinished}
+        ready = {one.group_id for one in candidates} | set(dropped)
+        pending = {one: at for one, at in unbatched.items() if one not in ready}
         required, held_for = _required(step, candidates, pending, bound)
         if held_for:
             return Selection(dropped=dropped, held_for=held_for)
-    first = {one.group_id for one in required}
-    rest = (one for one in preferred if one.group_id not in first)
-    taken = [*required, *rest][: bound.batch_size]
-    return Selection(taken=tuple(one.group_id for one in taken), dropped=dropped)
+    chosen = [one.group_id for one in required]
+    first = set(chosen)
+    rest = (one.group_id for one in preferred if one.group_id not in first)
+    chosen += islice(rest, bound.batch_size - len(chosen))
+    return Selection(taken=tuple(chosen), dropped=dropped)
 
 
 def _is_lost(one: Candidate, step: int, bound: Bound) -> bool:

@@ -67,9 +67,9 @@ class HttpClient:
                 f"{deadline_seconds:g} s"
             ) from None
 
-    async def get(self, path: str, kind: type[_T], *, what: Any = None) -> _T:
+    async def get(self, path: str, kind: type[_T]) -> _T:
         """The answer to a GET, decoded. Raises UnusableAnswer when it is no such thing."""
-        return self.decode(path, await self.call("GET", path, what), kind)
+        return self.decode(path, await self.call("GET", path), kind)
 
     async def post(self, path: str, body: Any, kind: type[_T]) -> _T:
         """The answer to a POST, decoded. Raises UnusableAnswer when it is no such thing."""

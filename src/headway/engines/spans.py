@@ -1,4 +1,4 @@
-"""From an engine's answer to a Completion: nothing that is not whole and consistent gets through."""
+"""From an engine's answer to a Completion: only what is whole and consistent gets through."""
 
 import math
 from collections.abc import Sequence

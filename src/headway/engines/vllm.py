@@ -1,44 +1,53 @@
 """Client of a vLLM server, and of the embedded engine, which speaks the same contract.
 
-Needs vLLM started with `--enable-scale-out` and `VLLM_SERVER_DEV_MODE=1`. Log-probabilities are
-before temperature (vLLM's default, and the embedded engine's only way).
+Needs vLLM started with `--enable-scale-out`, `--logprobs-mode processed_logprobs` and
+`VLLM_SERVER_DEV_MODE=1`; `connect` says which of them is missing.
 
-Nothing unchecked becomes data: an answer with missing or non-finite log-probabilities, with version
-spans that do not cover its tokens, or with a label that is no version, is an `EngineError`. After
-an update that failed half-way, nobody knows which weights the tokens come from, so every answer is
-refused from then on.
+An update is four calls: pause, load, label, resume. The label is set between load and resume, or
+the first new tokens would bear the old one. In mode keep the pause drops the prefix cache (unless
+`clear_cache` is off: then new requests are kept apart from keys and values of older weights by a
+salt per version); in the other modes it is reset before the resume.
 """
 
 import asyncio
 import contextlib
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import aiohttp
 import msgspec
-import numpy as np
 
 from headway.config import UpdateMode
 from headway.core.rollout import Completion, FinishReason
 from headway.core.versions import VersionRuns
-from headway.errors import EngineError, TransportError
-from headway.ports import EngineStatistics, GenerateRequest, PublishedWeights
+from headway.engines.capabilities import Capabilities, Logprobs
+from headway.engines.contract import Contract
+from headway.engines.http import CONTROL_SECONDS
+from headway.engines.server_engine import (
+    PROBE_TEMPERATURE,
+    PROBE_TOKENS,
+    MetricNames,
+    Sent,
+    ServerEngine,
+    logprobs_kind,
+    needs,
+)
+from headway.engines.spans import Span, completion_of, version_runs
+from headway.errors import EngineError, EngineRefusal, UnusableAnswer
+from headway.ports import GenerateRequest
 
-_NUM_RETRIES = 2
-_RETRY_SECONDS = 0.05
-_CONNECT_SECONDS = 10.0
-_RESUME_SECONDS = 10.0
-_STATISTICS_SECONDS = 5.0
-_READY_POLL_SECONDS = 0.05
-_MAX_MESSAGE_CHARACTERS = 500
-_HTTP_OK = 200
 _PAUSE = {
     UpdateMode.KEEP: "keep",
     UpdateMode.INTERRUPT: "abort",
     UpdateMode.FINISH: "wait",
 }
+_GENERATE = "/inference/v1/generate"
+_UNLABELLED = "default"
+_EMBEDDED = "embedded"
+_ONE_ALLOWED = {"allowed_token_ids": [0]}  # vLLM refuses temperatures above 2
+_CERTAIN = 1e-3
+"""Nats from a probability of 1."""
+_DEV_MODE = "VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
 class _Logprob(msgspec.Struct):
@@ -47,176 +56,54 @@ class _Logprob(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[_Logprob]
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
+    content: list[_Logprob] | None
 
 
 class _Choice(msgspec.Struct):
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[Span] | None = None
 
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _Refused(EngineError):
-    """The server answered, and said no: its state is what it was."""
+class _WeightInfo(msgspec.Struct):
+    weight_version: str = _UNLABELLED
 
 
-class VllmEngine:
-    """One server.
+class _Version(msgspec.Struct):
+    version: str
 
-    Args:
-        name: unique in the pool.
-        url: such as `http://127.0.0.1:8000`.
-        model: the name that the server serves it by.
-        update_mode: what happens to running requests when the weights change.
-        clear_cache: in mode keep, whether running requests compute their keys and values again
-            under the new weights.
 
-    Connections are made at the first use, inside the running loop. No call but `statistics` and
-    `wait_ready` has a deadline of its own: rollout and weight watcher cancel.
-    """
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        url: str,
-        model: str = "policy",
-        update_mode: UpdateMode = UpdateMode.KEEP,
-        clear_cache: bool = True,
-    ) -> None:
-        self._name = name
-        self._url = url.rstrip("/")
-        self._model = model
-        self._update_mode = update_mode
-        self._clear_cache = clear_cache
-        self._session: aiohttp.ClientSession | None = None
-        self._serving = asyncio.Event()
-        self._serving.set()
-        self._num_updates = 0
-        self._broken: str | None = None
-        self._last_count: tuple[float, float] | None = None
 
-    @property
-    def name(self) -> str:
-        """Unique in the pool; used in messages and metrics."""
-        return self._name
+class _Cards(msgspec.Struct):
+    data: list[_Card] = []
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion; cancelling closes the connection, which frees the request.
 
-        In mode interrupt, a request that an update aborts is sent again with what it had sampled,
-        and its parts are joined, so callers never see an abort. Raises EngineError.
-        """
-        parts: list[Completion] = []
-        sampled: list[int] = []
-        while True:
-            await self._serving.wait()  # no deadline: the end of the update under way sets it
-            num_updates = self._num_updates
-            completion = await self._generate_once(request, sampled, len(parts))
-            parts.append(completion)
-            sampled = [*sampled, *completion.token_ids.tolist()]
-            if completion.finish_reason is not FinishReason.ABORT:
-                return _join(parts, completion.finish_reason)
-            if num_updates == self._num_updates:
-                raise EngineError(
-                    f"engine {self._name} aborted request {request.request_id} although no weight "
-                    "update was under way: somebody else aborts its requests"
-                )
-            if len(sampled) >= request.max_tokens:
-                return _join(parts, FinishReason.LENGTH)
+_ANSWER = msgspec.json.Decoder(_Answer)
 
-    async def update_weights(self, weights: PublishedWeights) -> None:
-        """Pause as the update mode says, load, label, resume. One call at a time.
 
-        Whatever happens in between, the server is told to resume. Raises EngineError; unless the
-        server itself refused to load, no later answer is accepted.
-        """
-        if weights.path is None:
-            raise EngineError(f"engine {self._name}: version {weights.version} has no folder")
-        self._num_updates += 1
-        if self._update_mode is UpdateMode.INTERRUPT:
-            self._serving.clear()
-        try:
-            try:
-                await self._pause()
-                await self._change(weights.path, weights.version)
-            except BaseException:
-                # The first error is the one to report, whatever comes of the resume.
-                with contextlib.suppress(EngineError, TimeoutError):
-                    await self._resume()
-                raise
-            await self._resume()
-        except TimeoutError:
-            raise EngineError(
-                f"engine {self._name} did not resume within {_RESUME_SECONDS:g} s"
-            ) from None
-        finally:
-            self._serving.set()
+class VllmEngine(ServerEngine):
+    """One vLLM server, or one embedded engine; arguments as in `ServerEngine`."""
 
-    async def statistics(self) -> Mapping[str, EngineStatistics]:
-        """Queue depths and tokens per second since the last call, from `/metrics`."""
-        try:
-            async with asyncio.timeout(_STATISTICS_SECONDS):
-                text = (await self._call("GET", "/metrics")).decode(errors="replace")
-        except TimeoutError:
-            raise EngineError(
-                f"engine {self._name} gave no /metrics within {_STATISTICS_SECONDS:g} s"
-            ) from None
-        return {
-            self._name: EngineStatistics(
-                num_running=int(_sum_metric(text, "vllm:num_requests_running")),
-                num_waiting=int(_sum_metric(text, "vllm:num_requests_waiting")),
-                tokens_per_second=self._rate(_sum_metric(text, "vllm:generation_tokens_total")),
-            )
-        }
+    metric_names = MetricNames(
+        running="vllm:num_requests_running",
+        waiting="vllm:num_requests_waiting",
+        tokens="vllm:generation_tokens_total",
+    )
 
-    async def wait_ready(self, deadline_seconds: float) -> None:
-        """Return once the server answers `/health` with 200. Raises EngineError at the deadline."""
-        reason: EngineError | None = None
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                while True:
-                    try:
-                        await self._call("GET", "/health", num_retries=0)
-                        return
-                    except EngineError as error:
-                        reason = error
-                    await asyncio.sleep(_READY_POLL_SECONDS)
-        except TimeoutError:
-            raise EngineError(
-                f"engine {self._name} at {self._url} was not ready within {deadline_seconds:g} s: "
-                f"{reason}"
-            ) from None
-
-    async def is_ready(self) -> bool:
-        """Whether the server answers `/health` with 200 now."""
-        try:
-            await self._call("GET", "/health", num_retries=0)
-        except EngineError:
-            return False
-        return True
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-    async def _generate_once(
-        self, request: GenerateRequest, sampled: list[int], num_parts: int
+    async def _ask(
+        self, request: GenerateRequest, sampled: list[int], num_parts: int, sent: Sent
     ) -> Completion:
-        body = {
+        body: dict[str, Any] = {
             "model": self._model,
             "request_id": f"{request.request_id}-{num_parts}",
             "token_ids": [*request.token_ids, *sampled],
@@ -227,174 +114,171 @@ class VllmEngine:
                 "stop_token_ids": [*request.stop_token_ids],
             },
         }
-        self._refuse_if_broken()
-        answer = await self._call("POST", "/inference/v1/generate", body)
-        self._refuse_if_broken()
+        if self._update_mode is UpdateMode.KEEP and not self._clear_cache:
+            body["cache_salt"] = str(sent.version)
+        answer = await self._http.call("POST", _GENERATE, body, deadline_seconds=None)
         try:
-            choice = msgspec.json.decode(answer, type=_Answer).choices[0]
-            return _completion(choice)
+            choice = _ANSWER.decode(answer).choices[0]
+            return _completion(choice, None if self._stamps_tokens else sent.version)
         except (msgspec.MsgspecError, IndexError, ValueError) as error:
-            raise EngineError(
+            raise UnusableAnswer(
                 f"engine {self._name} gave an unusable answer to request {request.request_id}: "
                 f"{error}"
             ) from error
+
+    async def _load(self, folder: Path, version: int) -> None:
+        loop = asyncio.get_running_loop()
+        paused_at = loop.time()
+        try:
+            await self._pause()
+            await self._change(folder, version)
+        except BaseException:
+            # A vLLM server whose weights are half loaded dies of the first token: it stays paused
+            # until an update went through. The first error is the one to report in any case.
+            if self._broken is None or not self._is_vllm:
+                with contextlib.suppress(EngineError):
+                    await self._resume()
+            raise
+        try:
+            await self._resume()
+        except BaseException as error:
+            self._break(version, error)
+            raise
+        self._pause_seconds = loop.time() - paused_at
+
+    @property
+    def _is_vllm(self) -> bool:
+        """Whether it is a vLLM server: an embedded engine keeps its weights when it refuses."""
+        return self._capabilities is not None and self._capabilities.engine != _EMBEDDED
 
     async def _pause(self) -> None:
         path = f"/pause?mode={_PAUSE[self._update_mode]}"
         if self._update_mode is UpdateMode.KEEP:
             path += f"&clear_cache={str(self._clear_cache).lower()}"
-        await self._call("POST", path)
+        # Mode finish lasts as long as the longest request: the update's deadline is the only one.
+        deadline = None if self._update_mode is UpdateMode.FINISH else CONTROL_SECONDS
+        await self._http.call("POST", path, deadline_seconds=deadline)
 
     async def _change(self, folder: Path, version: int) -> None:
         """Load and label, with nothing sampled in between."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
-            await self._call("POST", "/collective_rpc", _reload_body(folder))
-        except _Refused:
-            raise  # the old weights stay, under their own label
+            await self._http.call("POST", "/collective_rpc", body, deadline_seconds=None)
+        except EngineRefusal as error:
+            if not self._is_vllm:
+                raise  # the old weights stay, under their own label
+            self._break(version, error)
+            raise EngineError(self._broken) from error
         except BaseException as error:
             self._break(version, error)
             raise
         try:
-            # Between loading and resuming: later, the first new tokens would bear the old label.
-            await self._call("POST", "/update_weight_version", {"new_version": str(version)})
+            await self._set_label(version)
             if self._update_mode is not UpdateMode.KEEP:
-                await self._call("POST", "/reset_prefix_cache")
+                await self._http.call("POST", "/reset_prefix_cache")
         except BaseException as error:
             self._break(version, error)
             raise
 
     async def _resume(self) -> None:
-        async with asyncio.timeout(_RESUME_SECONDS):
-            await self._call("POST", "/resume")
+        try:
+            await self._http.call("POST", "/resume")
+        except EngineRefusal as error:
+            if error.status != 404:
+                raise
+            raise needs(error, self._name, "pausing", _DEV_MODE) from error
 
-    def _break(self, version: int, error: BaseException) -> None:
-        self._broken = (
-            f"engine {self._name} is out of use: loading version {version} was cut off, so nobody "
-            f"knows which weights it serves ({error or type(error).__name__})"
+    async def _abort_all(self) -> None:
+        await self._http.call("POST", "/abort_requests", {})
+
+    async def _label(self) -> str:
+        try:
+            label = (await self._http.get("/weight_info", _WeightInfo)).weight_version
+        except EngineRefusal as error:
+            if error.status != 404:
+                raise
+            if not self._stamps_tokens:
+                return ""
+            raise needs(error, self._name, "labels of weights", _DEV_MODE) from error
+        return "" if label == _UNLABELLED else label
+
+    async def _set_label(self, version: int) -> None:
+        try:
+            await self._http.call("POST", "/update_weight_version", {"new_version": str(version)})
+        except EngineRefusal as error:
+            # An older server without labels does not stamp either: then the client does.
+            if error.status != 404 or self._stamps_tokens:
+                raise
+
+    async def _check_ready(self) -> None:
+        await self._http.call("GET", "/health", num_retries=0)
+
+    async def _discover(self) -> Capabilities:
+        try:  # the embedded engine has neither this nor the next
+            version = f"vllm {(await self._http.get('/version', _Version)).version}"
+        except EngineRefusal:
+            version = _EMBEDDED
+        cards: list[_Card] = []
+        with contextlib.suppress(EngineRefusal):
+            cards = (await self._http.get("/v1/models", _Cards)).data
+        card = next((one for one in cards if one.id == self._model), None)
+        if cards and card is None:
+            raise EngineError(
+                f"engine {self._name} serves {[one.id for one in cards]}, not {self._model!r}: "
+                "set engine.model_name, or its --served-model-name"
+            )
+        is_vllm = version != _EMBEDDED
+        choice = await self._probe(_ONE_ALLOWED if is_vllm else {"temperature": PROBE_TEMPERATURE})
+        content = choice.logprobs.content if choice.logprobs and choice.logprobs.content else []
+        logprobs = [one.logprob for one in content if one.logprob is not None]
+        return Capabilities(
+            engine=version,
+            stamps_tokens=bool(choice.weight_versions),
+            logprobs=_kind_of_one_allowed(logprobs) if is_vllm else logprobs_kind(logprobs),
+            logprobs_remedy="start it with --logprobs-mode processed_logprobs",
+            max_model_len=card.max_model_len if card else None,
+            contract=await asyncio.to_thread(_contract, card, version),
         )
 
-    def _refuse_if_broken(self) -> None:
-        if self._broken is not None:
-            raise EngineError(self._broken)
-
-    async def _call(
-        self, method: str, path: str, body: Any = None, *, num_retries: int = _NUM_RETRIES
-    ) -> bytes:
-        """Send and read the whole answer. Tries again only while nothing was answered."""
-        data = b"" if body is None else msgspec.json.encode(body)
-        for attempt in range(num_retries + 1):
-            try:
-                response = await self._client().request(
-                    method,
-                    self._url + path,
-                    data=data,
-                    headers={"Content-Type": "application/json"},
-                )
-            except (aiohttp.ClientError, OSError) as error:
-                if attempt == num_retries:
-                    self._lost(path, error)
-                await asyncio.sleep(_RETRY_SECONDS * 2**attempt)
-                continue
-            async with response:
-                try:
-                    answer = await response.read()
-                except (aiohttp.ClientError, OSError) as error:
-                    self._lost(path, error)
-            if response.status != _HTTP_OK:
-                raise _Refused(
-                    f"engine {self._name} answered {path} with {response.status}: "
-                    f"{_message(answer)}"
-                )
-            return answer
-        raise AssertionError("unreachable")
-
-    def _lost(self, path: str, error: Exception) -> NoReturn:
-        raise TransportError(
-            f"engine {self._name} at {self._url} broke off {path}: {type(error).__name__}: {error}"
-        ) from error
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                # One connection per request in flight; the capacity gate is what bounds them.
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            )
-        return self._session
-
-    def _rate(self, count: float) -> float:
-        now = asyncio.get_running_loop().time()
-        last, self._last_count = self._last_count, (now, count)
-        if last is None or now <= last[0] or count < last[1]:
-            return 0.0
-        return (count - last[1]) / (now - last[0])
+    async def _probe(self, shows: Mapping[str, Any]) -> _Choice:
+        """A few tokens, sampled so that it shows which log-probabilities they come with."""
+        sampling = {"max_tokens": PROBE_TOKENS, "logprobs": 0, "ignore_eos": True, **shows}
+        body = {"model": self._model, "token_ids": [0], "sampling_params": sampling}
+        try:
+            answer = await self._http.call("POST", _GENERATE, body, deadline_seconds=None)
+        except EngineRefusal as error:
+            if error.status not in (403, 404):
+                raise
+            raise needs(error, self._name, _GENERATE, "--enable-scale-out") from error
+        choices = self._http.decode(_GENERATE, answer, _Answer).choices
+        if not choices:
+            raise UnusableAnswer(f"engine {self._name} answered {_GENERATE} with no choice")
+        return choices[0]
 
 
-def _reload_body(folder: Path) -> dict[str, Any]:
-    return {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+def _kind_of_one_allowed(logprobs: list[float]) -> Logprobs:
+    """Before or after what shapes the distribution: the only token allowed has probability 1."""
+    if not logprobs:
+        return Logprobs.NONE
+    return Logprobs.PROCESSED if min(logprobs) > -_CERTAIN else Logprobs.RAW
 
 
-def _completion(choice: _Choice) -> Completion:
-    """Check one answer. Raises ValueError with what is wrong."""
+def _contract(card: _Card | None, engine: str) -> Contract:
+    folder = Path(card.root) if card is not None and card.root else None
+    if folder is None or not folder.is_dir():  # on another machine: only its name is known
+        return Contract(engine=engine)
+    return Contract.of_folder(folder, engine=engine)
+
+
+def _completion(choice: _Choice, version: int | None) -> Completion:
+    """Check one answer; `version` is the stamp where the server gives none. Raises ValueError."""
     num_tokens = len(choice.token_ids)
-    content = choice.logprobs.content if choice.logprobs is not None else []
+    content = (choice.logprobs.content if choice.logprobs is not None else None) or []
     if [entry.token_id for entry in content] != choice.token_ids:
         raise ValueError(f"{len(content)} log-probabilities do not belong to {num_tokens} tokens")
+    if version is None:
+        runs = version_runs(choice.weight_versions or [], num_tokens)
+    else:
+        runs = VersionRuns.of([(version, num_tokens)])
     logprobs = [entry.logprob for entry in content]
-    finite = [value for value in logprobs if value is not None and math.isfinite(value)]
-    if len(finite) != num_tokens:
-        raise ValueError(f"{num_tokens - len(finite)} of {num_tokens} log-probabilities not finite")
-    return Completion(
-        token_ids=np.array(choice.token_ids, np.int32),
-        logprobs=np.array(finite, np.float32),
-        version_runs=_version_runs(choice.weight_versions or [], num_tokens),
-        finish_reason=choice.finish_reason,
-    )
-
-
-def _version_runs(spans: Sequence[_Span], num_tokens: int) -> VersionRuns:
-    position = 0
-    runs = []
-    for span in spans:
-        if not span.version.isdecimal():
-            raise ValueError(f"weight version {span.version!r} is not a number: label the weights")
-        if span.start != position or span.end < span.start:
-            raise ValueError(f"version span {span.start}:{span.end} does not follow {position}")
-        runs.append((int(span.version), span.end - span.start))
-        position = span.end
-    if position != num_tokens:
-        raise ValueError(f"version spans cover {position} of {num_tokens} tokens")
-    return VersionRuns.of(runs)
-
-
-def _join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion:
-    if len(parts) == 1 and parts[0].finish_reason is finish_reason:
-        return parts[0]
-    return Completion(
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        version_runs=sum((part.version_runs for part in parts), VersionRuns()),
-        finish_reason=finish_reason,
-    )
-
-
-def _sum_metric(text: str, name: str) -> float:
-    """Sum of a metric over its labels in Prometheus text; 0 when it is not there."""
-    total = 0.0
-    for line in text.splitlines():
-        label, _, value = line.rpartition(" ")
-        if label.partition("{")[0] == name:
-            total += float(value)
-    return total
-
-
-def _message(answer: bytes) -> str:
-    """The server's own words, out of one of the shapes in which it wraps them."""
-    try:
-        content = msgspec.json.decode(answer)
-    except msgspec.MsgspecError:
-        content = answer.decode(errors="replace")
-    for key in ("error", "detail", "message"):
-        if isinstance(content, dict) and key in content:
-            content = content[key]
-    return str(content)[:_MAX_MESSAGE_CHARACTERS]
+    return completion_of(choice.token_ids, logprobs, runs, choice.finish_reason)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Awaitable, Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.core.rollout import (
     Completion,
@@ -47,6 +48,8 @@ class RecordedTranscript:
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._tokens: list[int] = []
+        self._newest: NDArray[np.int32] = np.zeros(0, np.int32)
+        """Sampled tokens that `_tokens` lacks so far: the last turn's never need to be a list."""
         self._turns: list[tuple[int, Completion]] = []
         self._started_at = asyncio.get_running_loop().time()
         self.generation_seconds = 0.0
@@ -66,10 +69,17 @@ class RecordedTranscript:
 
     def observe(self, token_ids: list[int]) -> None:
         """Append tokens that the policy did not sample."""
+        self._take_newest()
         self._tokens.extend(token_ids)
+
+    def _take_newest(self) -> None:
+        if len(self._newest):
+            self._tokens.extend(self._newest.tolist())
+            self._newest = self._newest[:0]
 
     async def act(self, *, max_tokens: int | None = None) -> Completion:
         """Sample one turn after everything so far. Raises EngineError, EnvironmentFailure."""
+        self._take_newest()
         limit = self._max_tokens if max_tokens is None else min(max_tokens, self._max_tokens)
         if not self._tokens:
             raise EnvironmentFailure(
@@ -98,7 +108,7 @@ class RecordedTranscript:
         self.waits_for_engine = False
         self.engine_error = None
         self._turns.append((len(self._tokens), completion))
-        self._tokens.extend(completion.token_ids.tolist())
+        self._newest = completion.token_ids
         return completion
 
     def finish(
@@ -130,7 +140,8 @@ class RecordedTranscript:
                     f"{self._task.key!r}: a finite number is needed",
                     stage="reward",
                 )
-        num_tokens = len(self._tokens)
+        token_ids = np.concatenate([np.array(self._tokens, np.int32), self._newest])
+        num_tokens = len(token_ids)
         loss_mask = np.zeros(num_tokens, np.bool_)
         logprobs = np.zeros(num_tokens, np.float32)
         runs: list[tuple[int, int]] = []
@@ -145,7 +156,7 @@ class RecordedTranscript:
             group_id=group_id,
             episode=episode,
             env=self._task.env,
-            token_ids=np.array(self._tokens, np.int32),
+            token_ids=token_ids,
             loss_mask=loss_mask,
             logprobs=logprobs,
             version_runs=VersionRuns.of(runs),

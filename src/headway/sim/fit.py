@@ -48,8 +48,9 @@ class Fit:
     """Mean of the run between its first version and its last."""
     head_age_mean: float
     """Mean age of the oldest trained token of a rollout, in the run."""
-    max_load: float
-    """Most requests that one engine ran at once: its speed above that is a guess (constant)."""
+    loads: tuple[float, float]
+    """Requests that one engine ran at once, from about the fewest to the most: outside, its speed
+    is a guess (constant above)."""
     speed_error: float
     """What the speed curve is off, as a share (root mean square over stretches of the run)."""
     notes: tuple[str, ...]
@@ -111,7 +112,7 @@ def fit_run(run_dir: Path) -> Fit:
         num_steps=num_steps,
         step_seconds=(record.served[-1] - record.served[0]) / (num_steps - 1),
         head_age_mean=record.head_age_mean(config),
-        max_load=speed.max_load,
+        loads=(speed.min_load, speed.max_load),
         speed_error=speed.error,
         notes=tuple(notes),
     )

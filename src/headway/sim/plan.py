@@ -28,7 +28,8 @@ from headway.core.order import Order
 from headway.core.pacing import Pacing
 from headway.errors import ConfigError, RunDirError
 from headway.sim.fit import Fit, fit_run
-from headway.sim.predict import BINDING_TEXT, Binding, Prediction, Setting, predict
+from headway.sim.predict import Prediction, Setting, predict
+from headway.sim.ranking import TOLERANCE, Objective, candidates, pareto_front, ranked, reasons
 
 AGES = (0, 1, 2, 3, 4, 6, 8)
 """`S` in the survey, beside the one in force."""
@@ -43,25 +44,7 @@ MIN_STEPS, MAX_STEPS = 12, 200
 NUM_VARIED, NUM_CONFIRMED = 2, 8
 """Settings whose variants are tried, and settings that are simulated at length."""
 
-TOLERANCE = 0.015
-"""A setting this much slower than the fastest is as good as it."""
-SLACK = 0.04
-"""The same after a short simulation, for what is worth a longer one."""
-LONGEST_TRAINED = 0.95
-"""The least share of the longest 5 % that a recommended setting trains."""
-
 ProgressCallback = Callable[["Progress"], None]
-
-
-class Objective(StrEnum):
-    """What the recommended setting is best at."""
-
-    BALANCED = "balanced"
-    """The youngest data among the settings within 1.5 % of the fastest."""
-    FASTEST = "fastest"
-    """The shortest step time."""
-    YOUNGEST = "youngest"
-    """The youngest data."""
 
 
 class Round(StrEnum):
@@ -70,6 +53,11 @@ class Round(StrEnum):
     SURVEY = "survey"
     VARIANTS = "variants"
     CONFIRM = "confirm"
+
+    @property
+    def ends_at(self) -> float:
+        """The part of the budget at which it ends, whatever it has left."""
+        return {Round.SURVEY: 0.4, Round.VARIANTS: 0.6, Round.CONFIRM: 1.0}[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +138,7 @@ def plan(
     objective: Objective = Objective.BALANCED,
     budget: float = 60.0,
     jobs: int = 0,
+    effort: float = 1.0,
     progress: ProgressCallback | None = None,
 ) -> Plan:
     """Find the setting to use for a run directory or a workload file.
@@ -157,26 +146,29 @@ def plan(
     Args:
         budget: seconds of wall time for the simulations.
         jobs: processes; 0: one per CPU core, at most 8.
+        effort: makes all simulations this much longer.
 
     Raises:
         RunDirError, ConfigError: as `read_source`; or nothing could be simulated in the budget.
     """
     config, fit = read_source(source)
     jobs = jobs or min(os.cpu_count() or 1, 8)
-    with _Search(config, fit, budget=budget, jobs=jobs, progress=progress) as search:
+    with _Search(config, fit, budget, jobs, effort, progress) as search:
         current = Setting.of(config)
         search.run(Round.SURVEY, [current, *_survey(config)])
-        varied = _candidates(search.found(), current, objective)[:NUM_VARIED]
+        varied = candidates(search.found(), current, objective)[:NUM_VARIED]
         variants = [
             one for base in {current: 0, **dict.fromkeys(varied)} for one in _variants(base)
         ]
         search.run(Round.VARIANTS, variants)
-        best = _candidates(search.found(), current, objective)[:NUM_CONFIRMED]
+        best = candidates(search.found(), current, objective)[:NUM_CONFIRMED]
         search.run(Round.CONFIRM, [*dict.fromkeys([current, *best])])
+        if current not in search.results and search.refused:
+            raise ConfigError(f"{source}: {search.refused[min(search.refused)]}")
         if not search.results:
             raise ConfigError(
                 f"{source}: not one simulation ended within {budget:g} s; raise --budget, or plan "
-                "on a smaller rollout.group_size or consumer_batch_size"
+                "on a smaller rollout.consumer_batch_size or group_size"
             )
         return _conclude(source, search, objective)
 
@@ -192,14 +184,15 @@ def _survey(config: Config) -> Iterator[Setting]:
     if not config.engine.stamps_tokens:
         policy["over_bound"] = OverBound.DROP
     batch_size = config.rollout.consumer_batch_size
-    sizes = {max(round(fill * batch_size), 1) for fill in FILLS} | {current.max_concurrent}
+    sizes = sorted({max(round(fill * batch_size), 1) for fill in FILLS} | {current.max_concurrent})
     ages = sorted({*AGES, current.max_head_offpolicyness})
-    for size in sorted(sizes, key=lambda one: (one % batch_size != 0, one)):
-        for age in ages:
-            if size <= (age + 1) * batch_size:
-                yield dataclasses.replace(
-                    current, max_head_offpolicyness=age, max_concurrent=size, **policy
-                )
+    # First each S with as much in flight as it can use, then with less.
+    grid = [(age, (age + 1) * batch_size) for age in ages]
+    grid += [(age, size) for size in sizes for age in ages if size < (age + 1) * batch_size]
+    for age, size in grid:
+        yield dataclasses.replace(
+            current, max_head_offpolicyness=age, max_concurrent=size, **policy
+        )
 
 
 def _variants(base: Setting) -> Iterator[Setting]:
@@ -234,6 +227,7 @@ class _Search:
     fit: Fit | None
     budget: float
     jobs: int
+    effort: float
     progress: ProgressCallback | None
     results: dict[Setting, Prediction] = field(default_factory=dict)
     confirmed: set[Setting] = field(default_factory=set)
@@ -268,11 +262,12 @@ class _Search:
         known = self.confirmed if is_long else self.results.keys()
         waiting = [one for one in dict.fromkeys(settings) if one not in known][::-1]
         total, done = len(waiting), 0
+        limit = what.ends_at * self.budget
         running: dict[Future[Prediction | None], Setting] = {}
         while waiting or running:
-            while waiting and len(running) < self.jobs and self.seconds < self.budget:
+            while waiting and len(running) < self.jobs and self.seconds < limit:
                 setting = waiting.pop()
-                running[self._submit(setting, self._num_steps(is_long))] = setting
+                running[self._submit(setting, is_long)] = setting
             if not running:
                 self.is_complete = False
                 return
@@ -286,18 +281,18 @@ class _Search:
     def _num_steps(self, is_long: bool) -> int:
         rollout = self.config.rollout
         per_step = rollout.consumer_batch_size * rollout.group_size
-        wanted = (CONFIRM_ROLLOUTS if is_long else SURVEY_ROLLOUTS) // per_step
-        return min(max(wanted, (3 if is_long else 1) * MIN_STEPS), MAX_STEPS)
+        wanted = self.effort * (CONFIRM_ROLLOUTS if is_long else SURVEY_ROLLOUTS) / per_step
+        return min(max(round(wanted), (3 if is_long else 1) * MIN_STEPS), MAX_STEPS)
 
-    def _submit(self, setting: Setting, num_steps: int) -> Future[Prediction | None]:
-        max_load = self.fit.max_load if self.fit else None
-        options = {"num_steps": num_steps, "max_load": max_load}
+    def _submit(self, setting: Setting, is_long: bool) -> Future[Prediction | None]:
+        loads, num_steps = self.fit and self.fit.loads, self._num_steps(is_long)
+        options: dict[str, Any] = {"num_steps": num_steps, "is_long": is_long, "loads": loads}
         options["seconds"] = max(self.budget - self.seconds, 0.1)
         if self._pool is not None:
-            return self._pool.submit(predict, self.config, setting, **options)  # type: ignore[arg-type]
+            return self._pool.submit(predict, self.config, setting, **options)
         future: Future[Prediction | None] = Future()
         try:
-            future.set_result(predict(self.config, setting, **options))  # type: ignore[arg-type]
+            future.set_result(predict(self.config, setting, **options))
         except ConfigError as error:
             future.set_exception(error)
         return future
@@ -319,65 +314,7 @@ class _Search:
             self.confirmed.add(setting)
 
 
-# --- choosing -------------------------------------------------------------------------------------
-
-
-def is_sound(row: Prediction) -> bool:
-    """Whether a setting may be recommended: bounded, nothing discarded, the longest trained."""
-    longest = row.longest_trained_share
-    return (
-        row.guaranteed is not None
-        and row.setting.over_bound is not OverBound.DROP
-        and row.dropped_share == 0
-        and (longest is None or longest >= LONGEST_TRAINED)
-    )
-
-
-def ranked(rows: Sequence[Prediction], objective: Objective, slack: float) -> list[Prediction]:
-    """The best first. Only rows with the same number of engines can be compared like this.
-
-    Args:
-        slack: a step time this share above the shortest is as good.
-    """
-    limit = min((row.step_seconds for row in rows), default=0.0) * (1 + slack)
-
-    def key(row: Prediction) -> tuple[Any, ...]:
-        last = (row.trimmed_share, row.setting.max_concurrent, row.setting)
-        age, step = round(row.head_age_mean, 2), row.step_seconds
-        match objective:
-            case Objective.BALANCED:
-                good = row.step_seconds <= limit
-                first: tuple[Any, ...] = (not good, age if good else step)
-            case Objective.FASTEST:
-                first = (round(step / max(limit, 1e-9) * 200), age)  # half a per cent is noise
-            case Objective.YOUNGEST:
-                first = (age, step)
-        return (not is_sound(row), *first, *last)
-
-    return sorted(rows, key=key)
-
-
-def _candidates(
-    rows: Sequence[Prediction], current: Setting, objective: Objective
-) -> list[Setting]:
-    """Settings worth a closer look at the present number of engines; the fastest comes second, for
-    it is what the others are measured by."""
-    rows = [row for row in rows if row.setting.engines == current.engines]
-    if not rows:
-        return []
-    best = ranked(rows, objective, SLACK)
-    fastest = min(rows, key=lambda row: (row.step_seconds, row.setting))
-    order = [best[0], fastest, *best[1:]]
-    return [*dict.fromkeys(row.setting for row in order)]
-
-
-def pareto_front(rows: Sequence[Prediction]) -> list[Prediction]:
-    """Rows than which no other is both faster and younger, the fastest first."""
-    front: list[Prediction] = []
-    for row in sorted(rows, key=lambda row: (row.step_seconds, row.head_age_mean, row.setting)):
-        if not front or row.head_age_mean < front[-1].head_age_mean:
-            front.append(row)
-    return front
+# --- the result ---------------------------------------------------------------------------------
 
 
 def _conclude(source: Path, search: _Search, objective: Objective) -> Plan:
@@ -401,62 +338,4 @@ def _conclude(source: Path, search: _Search, objective: Objective) -> Plan:
         seconds=search.seconds,
         is_complete=search.is_complete,
     )
-    return dataclasses.replace(result, why=tuple(_why(result, confirmed, others)))
-
-
-def _why(
-    plan: Plan, confirmed: Sequence[Prediction], others: Sequence[Prediction]
-) -> Iterator[str]:
-    best, current = plan.recommended, plan.current
-    fastest = min(confirmed, key=lambda row: row.step_seconds)
-    behind = best.step_seconds / fastest.step_seconds - 1
-    yield (
-        f"{best.step_seconds:.3g} s a step, {100 * behind:.1f} % behind the fastest simulated "
-        f"({_named(fastest)}), at a mean head age of {best.head_age_mean:.2f}"
-    )
-    yield f"What limits it: {BINDING_TEXT[best.binding]} ({best.evidence})"
-    if not is_sound(best):
-        yield (
-            "No setting tried is bounded, discards nothing and trains the longest rollouts: this "
-            "is only the best of the others"
-        )
-    if current is not None and current.setting == best.setting:
-        yield "This is the setting in force: nothing to change"
-    elif current is not None:
-        step = best.step_seconds / current.step_seconds - 1
-        yield (
-            f"Against the setting in force ({_named(current)}): step time {100 * step:+.1f} %, "
-            f"mean head age {current.head_age_mean:.2f} -> {best.head_age_mean:.2f}, "
-            f"guaranteed {_bound(current)} -> {_bound(best)}"
-        )
-    for row in sorted(others, key=lambda row: row.setting.engines):
-        if _same_but_engines(row.setting, best.setting):
-            change = row.step_seconds / best.step_seconds - 1
-            yield f"With engine.count {row.setting.engines}: step time {100 * change:+.1f} %"
-    if best.binding is Binding.ENGINES:
-        yield "More S or concurrency cannot help: only faster or more engines can"
-    if best.is_extrapolated:
-        yield (
-            "The recorded run never had as many requests in flight: the engines' speed there is "
-            "assumed to stay what it was at the most"
-        )
-    if not plan.is_complete:
-        yield "The budget ended before the search did: a larger --budget may find better"
-    if plan.fit is not None:
-        for note in plan.fit.notes:
-            yield f"Fitted to the run: {note}"
-
-
-def _same_but_engines(one: Setting, other: Setting) -> bool:
-    return dataclasses.replace(one, engines=other.engines) == other
-
-
-def _named(row: Prediction) -> str:
-    setting = row.setting
-    return f"S = {setting.max_head_offpolicyness}, {setting.max_concurrent} in flight, " + (
-        setting.policy
-    )
-
-
-def _bound(row: Prediction) -> str:
-    return "none" if row.guaranteed is None else str(row.guaranteed)
+    return dataclasses.replace(result, why=tuple(reasons(result, confirmed, others)))

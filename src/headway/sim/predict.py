@@ -1,4 +1,4 @@
-"""One setting on a workload, in virtual time through the real loop: what it comes to and what binds.
+"""One setting on a workload, in virtual time through the real loop: what it comes to, what binds.
 
 The steady state is what is measured: the first steps, in which the pipeline fills, are left out,
 and the run is ended before admission closes near its step target.
@@ -18,15 +18,20 @@ import numpy as np
 from headway.config import PRESETS, Config
 from headway.core.bound import Enforcement, OverBound
 from headway.core.order import Order
-from headway.core.pacing import Pacing
+from headway.core.pacing import Pacing, PacingState
 from headway.errors import ConfigError
 from headway.loop.orchestrator import Orchestrator
 from headway.sim.clock import run_virtual
 from headway.sim.distributions import curve_of
 from headway.sim.run import build_simulation
+from headway.sim.scale import lighter
 
 MIN_MEASURED = 4
 """Steps below which a simulation that was cut off says nothing."""
+
+LONG_WARM_UP = 52
+"""Steps until the pacing controller has forgotten how it began (core/pacing.py). The same for all
+settings, so that they are measured over the same updates."""
 
 LOOKS_PER_STEP = 8
 """How often per step the loop is asked what it waits for."""
@@ -38,7 +43,7 @@ SATURATED = 0.97
 """Engines that sample at this share of the most that they can are full."""
 
 BEYOND = 1.05
-"""Loads above this many times the largest recorded one are extrapolated."""
+"""Loads outside the recorded ones by more than this factor are extrapolated."""
 
 
 class Binding(StrEnum):
@@ -172,7 +177,7 @@ class Prediction:
     binding: Binding
     evidence: str
     is_extrapolated: bool
-    """Whether engines ran more requests than the recorded run shows the speed of."""
+    """Whether the engines had loads that the recorded run does not show the speed of."""
 
     def as_row(self) -> dict[str, Any]:
         """For JSON; the setting's fields come first."""
@@ -212,8 +217,11 @@ class _Window:
 
     async def watch(self, run: Orchestrator) -> None:
         """Look at what holds admission back, several times a step."""
+        pause = 1e-3
         while True:
-            await asyncio.sleep(max(self.step_seconds / LOOKS_PER_STEP, 1e-3))
+            # Nobody knows how long a step is before the first one has ended.
+            pause = self.step_seconds / LOOKS_PER_STEP or 2 * pause
+            await asyncio.sleep(pause)
             engines = await run.engine.statistics()
             running = [one.num_running for one in engines.values()]
             self.max_load = max(self.max_load, *running)
@@ -229,13 +237,16 @@ def predict(
     setting: Setting,
     *,
     num_steps: int,
-    max_load: float | None = None,
+    is_long: bool = False,
+    loads: tuple[float, float] | None = None,
     seconds: float = float("inf"),
 ) -> Prediction | None:
     """Simulate a setting for `num_steps` steps after the warm-up.
 
     Args:
-        max_load: the largest load that the engine's speed is known for; None: it is stated.
+        is_long: warm up until the pacing controller has forgotten how it began. Either way it
+            begins low, from where it finds the steady state sooner than a real run does.
+        loads: running requests between which the engine's speed is known; None: it is stated.
         seconds: wall time after which the simulation is cut off; None comes back when that was too
             early to say anything.
 
@@ -243,8 +254,10 @@ def predict(
         ConfigError: the setting contradicts the configuration.
     """
     warm_up = 2 * (setting.max_head_offpolicyness + 1) + 3
+    if is_long:
+        warm_up = max(warm_up, LONG_WARM_UP)
     target = warm_up + num_steps + setting.max_head_offpolicyness + 3
-    planned = setting.apply(config)
+    planned = lighter(setting.apply(config))
     run = planned.run.model_copy(
         update={"steps": target, "metrics_interval_seconds": 1e9, "stall_seconds": 1e9}
     )
@@ -254,7 +267,8 @@ def predict(
 
     async def main() -> Prediction | None:
         window = _Window(first=warm_up, last=warm_up + num_steps - 1, deadline=deadline)
-        orchestrator = build_simulation(planned, metrics=window)
+        low = PacingState(needs=(2 * planned.rollout.consumer_batch_size,))
+        orchestrator = build_simulation(planned, metrics=window, pacing=low)
         running = asyncio.create_task(orchestrator.run())
         looking = asyncio.create_task(window.watch(orchestrator))
         ended = asyncio.create_task(window.end.wait())
@@ -267,7 +281,7 @@ def predict(
             if not window.end.is_set():  # it ended by itself, and early
                 raise ConfigError(f"the workload cannot be simulated: {_reason(results[2])}")
             return None
-        return _prediction(planned, setting, window, orchestrator, idle, max_load)
+        return _prediction(planned, setting, window, orchestrator, idle, loads)
 
     return run_virtual(main())
 
@@ -284,7 +298,7 @@ def _prediction(
     window: _Window,
     run: Orchestrator,
     engine_idle: float,
-    max_load: float | None,
+    loads: tuple[float, float] | None,
 ) -> Prediction:
     rows = window.rows
     total = {key: sum(row[key] or 0.0 for row in rows) for key in _SUMMED}
@@ -298,6 +312,7 @@ def _prediction(
     dropped = sum(sum(row["dropped"].values()) for row in rows)
     held = total["held_seconds"] / len(rows)
     step_seconds = (rows[-1]["time"] - window.started_at) / len(rows)
+    load = float(np.mean(window.loads)) if window.loads else 0.0
     binding, evidence = _binding(config, window, trainer_idle, held, step_seconds)
     return Prediction(
         setting=setting,
@@ -315,10 +330,11 @@ def _prediction(
         trainer_idle=trainer_idle,
         engine_idle=engine_idle,
         longest_trained_share=run.train_sink.bias.longest_trained_share,
-        load=float(np.mean(window.loads)) if window.loads else 0.0,
+        load=load,
         binding=binding,
         evidence=evidence,
-        is_extrapolated=max_load is not None and window.max_load > BEYOND * max_load,
+        is_extrapolated=loads is not None
+        and not loads[0] / BEYOND <= load <= window.max_load <= loads[1] * BEYOND,
     )
 
 

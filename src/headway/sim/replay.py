@@ -123,13 +123,13 @@ def replay_rows(
         return await driver.run()
 
     stuck, replayed_hash = run_virtual(main())
-    difference = _first_difference(rows, replayed.rows) or stuck
+    found = (_first_difference(rows, replayed.rows), stuck)
     return ReplayResult(
         num_inputs=sum(1 for row in rows if row["e"] not in DECISIONS),
         num_decisions=sum(1 for row in rows if row["e"] in DECISIONS),
         recorded_hash=recorded_hash,
         replayed_hash=replayed_hash,
-        difference=difference,
+        difference="; ".join(text for text in found if text) or None,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from headway import __version__
 from headway.config import Config
 from headway.core.gate import GateState
+from headway.core.pacing import PacingState
 from headway.core.rollout import Task
 from headway.engines.pool import EnginePool
 from headway.envs.mixture import MixedTasks
@@ -26,6 +27,7 @@ def build_simulation(
     latency: Callable[[], float] | None = None,
     start: GateState | None = None,
     check_first_step: bool = True,
+    pacing: PacingState | None = None,
     store: RunStore | None = None,
     metrics: MetricsSink | None = None,
     replaced: Mapping[str, Any] | None = None,
@@ -35,7 +37,7 @@ def build_simulation(
     Args:
         latency: draws the seconds of one engine request instead of `simulate.rollout_seconds`.
         replaced: fields of Ports that something else takes the place of.
-        start, check_first_step: as in Orchestrator.
+        start, check_first_step, pacing: as in Orchestrator.
 
     Raises:
         ConfigError: a file of values that the workload names cannot be used.
@@ -66,6 +68,7 @@ def build_simulation(
         dataclasses.replace(ports, **(replaced or {})),
         start=start,
         check_first_step=check_first_step,
+        pacing=pacing,
     )
 
 

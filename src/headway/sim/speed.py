@@ -4,9 +4,13 @@ A request that sampled `L` tokens while `n(t)` requests were running had
 
     L = integral of curve(n(t)) / n(t) dt
 
-of the engine, since running requests share it equally. With a curve that is linear between knots
-this is one linear equation per request in the curve's values at the knots. Least squares, under the
-condition that the curve does not fall, finds them.
+of the engine, since running requests share it equally. A larger batch is never slower in all, and
+gains less and less by every further request: so the curve is a sum of `a_k * min(n, k)` with no
+negative `a_k`, over a few loads `k` at which it may bend. That makes one linear equation per
+request in the `a_k`, and least squares without negative coefficients finds them.
+
+Below the loads that the run had, the curve follows what is usual for engines: the time of a token,
+which all running requests get at once, is affine in their number. Above, it stays constant.
 """
 
 import heapq
@@ -37,8 +41,10 @@ class Speed:
     """The speed of one engine: `points` are `(running requests, tokens per second of all)`."""
 
     points: tuple[tuple[float, float], ...]
+    min_load: float
     max_load: float
-    """Most requests that one engine ran at once."""
+    """Requests that one engine ran at once: fewer only 5 % of the time that it ran any, and the
+    most. Outside, the curve is a guess."""
     error: float
     """Root mean square, over equal stretches of the run, of what the curve is off, as a share."""
 
@@ -77,19 +83,78 @@ def fit_speed(requests: Requests, *, num_engines: int, slots: int | None) -> Spe
         begins = served_from(begins, ends, slots * num_engines)
     grid = np.unique(np.concatenate([begins, ends, np.ravel(list(requests.frozen))]))
     load = _load(grid, begins, ends) / num_engines
+    if slots is not None:  # an end is noticed a little late: two requests in one slot
+        load = np.minimum(load, slots)
     seconds = np.diff(grid) * _thawed(grid, requests.frozen)
-    knots = _knots(load, seconds)
-    basis = _hats(load, knots) * (seconds / np.maximum(load, 1e-9))[:, None]
-    done = np.vstack([np.zeros(len(knots)), np.cumsum(basis, axis=0)])
-    per_request = done[np.searchsorted(grid, ends)] - done[np.searchsorted(grid, begins)]
-    rates = _rising_fit(per_request, requests.num_tokens)
-    fitted = per_request @ rates
-    rates = rates * (requests.num_tokens.sum() / max(fitted.sum(), 1e-9))
+    bends = _bends(float(load.max()))
+    first, last = np.searchsorted(grid, begins), np.searchsorted(grid, ends)
+
+    def per_request(columns: Floats) -> Floats:
+        """Integrals of columns (one row per cell of the grid) over the time of each request."""
+        done = np.vstack([np.zeros(columns.shape[1]), np.cumsum(columns * seconds[:, None], 0)])
+        return np.asarray(done[last] - done[first])
+
+    tokens = requests.num_tokens
+    gained = per_request(np.minimum(load[:, None], bends) / np.maximum(load, 1e-9)[:, None])
+    # Long rollouts scatter more: the weight makes the equations comparable.
+    weight = 1 / np.sqrt(np.maximum(tokens, 1.0))
+    gains = nonnegative_fit(gained * weight[:, None], tokens * weight)
+    gains *= tokens.sum() / max(float((gained @ gains).sum()), 1e-9)
+    rates = np.minimum(bends[:, None], bends) @ gains
+    least = _least(load, seconds)
+    time = per_request(np.column_stack([np.ones_like(load), load / load.max()]))
     return Speed(
-        points=tuple(zip(knots.tolist(), rates.tolist(), strict=True)),
+        points=_with_usual_start(bends, rates, least, *_token_seconds(time, tokens)),
+        min_load=least,
         max_load=float(load.max()),
-        error=_error(ends, requests.num_tokens, per_request @ rates),
+        error=_error(ends, tokens, gained @ gains),
     )
+
+
+def _token_seconds(time: Floats, tokens: Floats) -> tuple[float, float]:
+    """Seconds of a token, alone and what the largest load adds to them.
+
+    Args:
+        time: of each request, its seconds, and these times its mean load as a share of the largest.
+    """
+    mean_load = time[:, 1] / np.maximum(time[:, 0], 1e-9)
+    weight = 1 / np.sqrt(np.maximum(tokens, 1.0))
+    columns = np.column_stack([tokens, tokens * mean_load]) * weight[:, None]
+    alone, added = nonnegative_fit(columns, time[:, 0] * weight)
+    return float(alone), float(added)
+
+
+def _with_usual_start(
+    bends: Floats, rates: Floats, least: float, alone: float, added: float
+) -> tuple[tuple[float, float], ...]:
+    """The fitted curve from `least` on, and below it the usual shape, scaled to meet it."""
+
+    def usual(load: Floats) -> Floats:
+        return np.asarray(load / (alone + added * load / bends[-1]))
+
+    joint = min(max(least, 1.0), float(bends[-1]))
+    at_joint = float(np.interp(joint, bends, rates))
+    below = bends[bends < joint]
+    start = usual(below) * at_joint / usual(np.array(joint)) if alone + added > 0 else below
+    above = bends > joint
+    loads = [*below, joint, *bends[above]]
+    return tuple(zip(map(float, loads), map(float, [*start, at_joint, *rates[above]]), strict=True))
+
+
+def _bends(most: float) -> Floats:
+    """Loads at which the curve may bend: one per doubling, up to the largest."""
+    num = max(int(np.log2(max(most, 1.0))), 0)
+    return np.unique([1.0, *(most / 2.0**power for power in range(num, -1, -1) if most > 1)])
+
+
+def _least(load: Floats, seconds: Floats) -> float:
+    """The load that the engine had at least, 95 % of the time in which it ran anything."""
+    busy = (load > 0) & (seconds > 0)
+    order = np.argsort(load[busy])
+    time = np.cumsum(seconds[busy][order])
+    if not len(time):
+        return 0.0
+    return float(load[busy][order][np.searchsorted(time, 0.05 * time[-1])])
 
 
 def _load(grid: Floats, begins: Floats, ends: Floats) -> Floats:
@@ -108,60 +173,8 @@ def _thawed(grid: Floats, frozen: Sequence[tuple[float, float]]) -> Floats:
     return samples
 
 
-def _knots(load: Floats, seconds: Floats) -> Floats:
-    """Loads at which the curve may bend: about one per doubling, where the run spent its time."""
-    busy = load > 0
-    order = np.argsort(load[busy])
-    time = np.cumsum(seconds[busy][order])
-    if not len(time) or time[-1] <= 0:
-        return np.ones(1)
-    least, most = load[busy].min(), load[busy].max()
-    knots = [max(float(most), 1.0)]
-    while knots[0] / 2 > max(least, 1.0):
-        knots.insert(0, knots[0] / 2)
-    if knots[0] > 1:
-        knots.insert(0, 1.0)
-    # A knot with hardly any time on both sides says nothing: leave it out.
-    kept = [knots[-1]]
-    sorted_load = load[busy][order]
-    for knot in reversed(knots[:-1]):
-        below = float(np.interp(knot, sorted_load, time))
-        upto = float(np.interp(kept[0], sorted_load, time))
-        if upto - below > 0.01 * time[-1] and below > 0.01 * time[-1]:
-            kept.insert(0, knot)
-    return np.array(kept)
-
-
-def _hats(load: Floats, knots: Floats) -> Floats:
-    """Weights of the knots' values in the curve at each load; in proportion below the first."""
-    weights = np.zeros((len(load), len(knots)))
-    right = np.clip(np.searchsorted(knots, load), 1, max(len(knots) - 1, 1))
-    rows = np.arange(len(load))
-    below = load <= knots[0]
-    weights[below, 0] = load[below] / knots[0]
-    if len(knots) > 1:
-        low, high = knots[right - 1], knots[right]
-        part = np.clip((load - low) / (high - low), 0.0, 1.0)
-        inside = ~below
-        weights[rows[inside], right[inside]] = part[inside]
-        weights[rows[inside], right[inside] - 1] = 1 - part[inside]
-    else:
-        weights[~below, 0] = 1.0
-    return weights
-
-
-def _rising_fit(columns: Floats, wanted: Floats) -> Floats:
-    """Values at the knots that do not fall and fit best in least squares."""
-    num_knots = columns.shape[1]
-    steps = np.tril(np.ones((num_knots, num_knots)))  # values are sums of increments >= 0
-    # Long rollouts scatter more: weights make the equations comparable.
-    weight = 1 / np.sqrt(np.maximum(wanted, 1.0))
-    increments = _nonnegative_fit((columns @ steps) * weight[:, None], wanted * weight)
-    return steps @ increments
-
-
-def _nonnegative_fit(columns: Floats, wanted: Floats) -> Floats:
-    """Least squares with no negative coefficient, by the active-set method; a handful of columns."""
+def nonnegative_fit(columns: Floats, wanted: Floats) -> Floats:
+    """Least squares without negative coefficients (active-set method); for a few columns."""
     gram, target = columns.T @ columns, columns.T @ wanted
     free = np.zeros(len(target), bool)
     values = np.zeros(len(target))

@@ -74,7 +74,10 @@ class EnvWorkload:
         self.is_in_tokens = stated.rollout_tokens is not None
         length = "rollout_tokens" if self.is_in_tokens else "rollout_seconds"
         self.length: Inverse = inverse_of(of(length))
-        self.turns: Inverse = inverse_of(of("turns"))
+        turns = of("turns")
+        self.turns: Inverse = inverse_of(turns)
+        self.has_one_turn = turns.kind == "constant" and turns.value <= 1
+        """The usual case, for which nothing needs to be drawn."""
         self.tools: Inverse = inverse_of(of("tool_seconds"))
         self.difficulty: Inverse = beta_inverse(of("reward_probability"), stated.difficulty_spread)
 
@@ -103,7 +106,7 @@ class Workload:
 
     def uniform(self, key: int, stream: Stream, index: int = 0) -> float:
         """A number in (0, 1): always the same one for the same arguments."""
-        bits = mix(self._seed ^ mix((key << 32) ^ (stream << 24) ^ index))
+        bits = mix(self._seed ^ (key << 32) ^ (stream << 24) ^ index)
         return ((bits >> 12) + 0.5) * 2.0**-52
 
     # --- prompts ------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ class Workload:
     def turn(self, request: GenerateRequest) -> Turn:
         """What an engine request comes to."""
         name = request.token_ids[0]
-        head, episode, attempt, turn = request.request_id.split("-")
+        head, episode, attempt, turn = request.request_id.split("-")[:4]  # a pool may add more
         index = int(turn)
         key = self._key(name, head, int(episode), int(attempt))
         env = self._envs[name % len(self._envs)]
@@ -171,6 +174,8 @@ class Workload:
 
     def num_turns(self, env: EnvWorkload, key: int) -> int:
         """Model turns of a rollout."""
+        if env.has_one_turn:
+            return 1
         return max(round(env.turns(self.uniform(key, Stream.TURNS))), 1)
 
     def tool_seconds(self, env: EnvWorkload, key: int, turn: int) -> float:

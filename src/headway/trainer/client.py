@@ -28,6 +28,7 @@ from headway.errors import RunDirError, TrainerError
 from headway.ports import PublishedWeights
 from headway.store.atomic import write_json
 from headway.store.batches import batch_path, finished_path, read_batch, shipped_path
+from headway.weights.canary import Canary
 from headway.weights.folder import publish, read_manifest
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ class TrainerClient:
         """Publish what training on batch `step` gave, as version `step + 1`.
 
         `train_seconds` (since the batch was yielded) and `idle_seconds` (waiting for it) are added
-        to `stats` unless given. Raises WeightsError; nothing was published then.
+        to `stats` unless given. A model is also asked for its canary (`engine.canary`), which a
+        state dict cannot answer. Raises WeightsError; nothing was published then.
         """
         published = publish(
             self.run_dir / "weights",
@@ -131,10 +133,18 @@ class TrainerClient:
             },
             contract=self._contract,
             keep_last=self.config.weights.keep_last,
+            canary=self._canary(step + 1, weights),
         )
         if self._contract is None and published.path is not None:
             self._contract = read_manifest(published.path).contract
         return published
+
+    def _canary(self, version: int, weights: "nn.Module | Mapping[str, Tensor]") -> Canary | None:
+        if self.config.engine.canary == "off" or not hasattr(weights, "config"):
+            return None
+        from headway.trainer.canary import make_canary
+
+        return make_canary(weights, version)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append a row of plain values to `RUN/trainer/metrics.jsonl`."""

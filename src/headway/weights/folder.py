@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import WeightsError
 from headway.ports import PublishedWeights
 from headway.store.atomic import atomic_folder, fsync_file, remove_folder
+from headway.weights.canary import CANARY, Canary
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,6 +86,7 @@ def publish(
     stats: Mapping[str, float] | None = None,
     contract: str | None = None,
     keep_last: int = 4,
+    canary: Canary | None = None,
 ) -> PublishedWeights:
     """Publish a version in one step; when this returns, watchers see it and it survives a crash.
 
@@ -102,6 +104,7 @@ def publish(
         stats: the trainer's report; `publish_seconds` (until all files are safe) is added.
         contract: refuse weights of another contract than this one (`Manifest.contract`).
         keep_last: versions that stay on disk, this one included.
+        canary: what these weights say to fixed prompts, for engines to be checked against.
 
     Raises:
         WeightsError: nothing was published; the message says why.
@@ -116,6 +119,8 @@ def publish(
         path = directory / version_name(version)
         with atomic_folder(path) as temporary:
             write_model(temporary, weights, source=source)
+            if canary is not None:
+                _write(temporary / CANARY, canary.to_json())
             manifest = _describe(temporary, version, dict(stats or {}), started_at)
             if contract is not None and manifest.contract != contract:
                 raise WeightsError(
