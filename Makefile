@@ -38,11 +38,11 @@ test: $(STAMP) ## all tests
 
 test-vllm: $(STAMP) $(VLLM)/.installed $(REAL_MODEL) ## two real vLLM servers on the CPU, and runs on them
 	HEADWAY_REAL_KIND=vllm HEADWAY_REAL_PYTHON=$(VLLM)/bin/python \
-	  $(BIN)/python -m pytest tests/real
+	  $(BIN)/python -m pytest --capture=no --timeout=900 tests/real
 
 test-sglang: $(STAMP) $(SGLANG)/.installed $(REAL_MODEL) ## the same with SGLang
 	HEADWAY_REAL_KIND=sglang HEADWAY_REAL_PYTHON=$(SGLANG)/bin/python \
-	  $(BIN)/python -m pytest tests/real
+	  $(BIN)/python -m pytest --capture=no --timeout=900 tests/real
 
 $(VLLM)/.installed: tests/real/requirements-vllm.txt
 $(SGLANG)/.installed: tests/sglang_cpu/requirements.txt

@@ -50,7 +50,7 @@ SWEEP = Published(
         S: seconds / 6235 for S, seconds in {0: 6235, 1: 4360, 2: 3544, 3: 3142, 4: 2942}.items()
     },
     fitted=(0, 4),
-    note="generation-bound at every S: each version of slack adds a batch to what the engines share",
+    note="generation-bound at every S: each version of slack adds a batch to what engines share",
 )
 
 

@@ -1,6 +1,7 @@
 """Properties of the pure functions that put a batch together, trim it, and say what they promise;
 and how policies are chosen by name."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from headway.core.ledger import Admission
 from headway.core.order import Candidate, Order
 from headway.core.pacing import Pacing
 from headway.core.rollout import GroupId, Source
+from headway.core.versions import VersionRuns
 from rollouts import rollout
 from simulated import sim_config
 
@@ -250,7 +252,8 @@ def test_trimming_is_what_it_is_token_by_token(
 def test_trimming_knows_gaps_in_the_mask() -> None:
     turns = rollout(versions=[0, 1, 1, 2], prompt_tokens=1)
     mask = np.array([False, True, True, False, True])
-    one = turns.with_mask(mask, type(turns.version_runs).from_versions([0, 1, 2]))
+    runs = VersionRuns.from_versions([0, 1, 2])
+    one = dataclasses.replace(turns, loss_mask=mask, version_runs=runs)
     after = trimmed(one, 1)
     assert after.loss_mask.tolist() == [False, False, True, False, True]
     assert after.version_runs.runs == ((1, 1), (2, 1))

@@ -177,7 +177,7 @@ def test_rows_that_cannot_be_written_are_counted_and_told_at_the_end(tmp_path: P
     sink.emit({"a": 1})
     sink.emit(loop)
     sink.emit({"a": 2})
-    with pytest.raises(StoreError, match=r"2 metric rows are missing from .*m\.jsonl"):
+    with pytest.raises(StoreError, match=r"2 rows are missing from .*m\.jsonl"):
         sink.close()
     sink.close()
     assert (tmp_path / "m.jsonl").read_text() == '{"a":1}\n'

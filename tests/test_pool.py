@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway.config import UpdateMode
@@ -473,6 +473,8 @@ ACTIONS = st.lists(
 
 @settings(max_examples=120, deadline=None)
 @given(actions=ACTIONS)
+@example(actions=[("kill", 0, 1.0), ("kill", 2, 1.0), ("eject", 1, 1.0)])
+@example(actions=[("update", 0, 0.8125), ("kill", 2, 0.0625)])
 def test_no_failover_ever_gives_a_token_the_wrong_version(
     actions: list[tuple[str, int, float]],
 ) -> None:

@@ -180,6 +180,8 @@ def plan(
     from headway.views.plan import PlanProgress, block_text, plan_text, write_plot
 
     console = _console(to_stderr=json)
+    if not console.is_terminal:
+        console.width = max(console.width, 100)  # a file has room for the table
     with PlanProgress(None if quiet else console) as progress:
         found = find_plan(
             source, objective=Objective(objective), budget=budget, jobs=jobs, progress=progress

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from transformers import Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from headway.config import EngineConfig, UpdateMode
 from headway.engines.contract import Contract
@@ -19,6 +20,8 @@ from headway.engines.sglang import SglangEngine
 from headway.engines.vllm import VllmEngine
 from headway.ports import PublishedWeights
 from headway.weights.folder import publish
+
+transformers_logging.disable_progress_bar()
 
 T = TypeVar("T")
 

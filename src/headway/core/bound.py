@@ -3,6 +3,7 @@
 `docs/bounds.md` has the proofs; `Bound.guaranteed_age` is asserted on every batch of every run.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -177,9 +178,21 @@ def trimmed(rollout: Rollout, oldest_version: int) -> Rollout:
     runs = rollout.version_runs
     if rollout.source is not Source.LIVE or not runs or runs.head >= oldest_version:
         return rollout
-    keep = runs.expand() >= oldest_version
+    sampled = np.flatnonzero(rollout.loss_mask)
     loss_mask = rollout.loss_mask.copy()
-    loss_mask[np.flatnonzero(rollout.loss_mask)[~keep]] = False
-    return rollout.with_mask(
-        loss_mask, VersionRuns.of(run for run in runs if run[0] >= oldest_version)
+    logprobs = rollout.logprobs.copy()
+    start = 0
+    for version, count in runs:
+        if version < oldest_version:
+            old = sampled[start : start + count]
+            loss_mask[old] = False
+            logprobs[old] = 0
+        start += count
+    young = VersionRuns.of(run for run in runs if run[0] >= oldest_version)
+    return dataclasses.replace(
+        rollout,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        version_runs=young,
+        num_trimmed=rollout.num_trimmed + runs.num_tokens - young.num_tokens,
     )

@@ -3,7 +3,6 @@
 Tokens live in numpy arrays (Python lists of ints cost 32 B a token); versions live as runs.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -116,16 +115,6 @@ class Rollout:
                 f"rollout {self.rollout_id}: {masked} tokens in the loss mask but version runs "
                 f"{self.version_runs.runs} cover {self.version_runs.num_tokens}"
             )
-
-    def with_mask(self, loss_mask: NDArray[np.bool_], version_runs: VersionRuns) -> "Rollout":
-        """The same trajectory with fewer tokens in the loss mask; the rest counts as trimmed."""
-        return dataclasses.replace(
-            self,
-            loss_mask=loss_mask,
-            logprobs=np.where(loss_mask, self.logprobs, np.float32(0)),
-            version_runs=version_runs,
-            num_trimmed=self.num_trimmed + self.num_trainable - version_runs.num_tokens,
-        )
 
     @property
     def rollout_id(self) -> str:

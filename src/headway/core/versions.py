@@ -44,8 +44,11 @@ class VersionRuns:
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int]]) -> "VersionRuns":
         """Build from `(version, count)` pairs, merging equal neighbours, leaving out empty runs."""
+        pairs = list(runs)
+        if len(pairs) == 1 and pairs[0][1] > 0:  # nearly all completions
+            return cls((pairs[0],))
         merged: list[tuple[int, int]] = []
-        for version, count in runs:
+        for version, count in pairs:
             if count == 0:
                 continue
             if merged and merged[-1][0] == version:
@@ -62,6 +65,8 @@ class VersionRuns:
     @property
     def num_tokens(self) -> int:
         """How many tokens the runs cover."""
+        if len(self.runs) == 1:
+            return self.runs[0][1]
         return sum(count for _, count in self.runs)
 
     @property

@@ -14,7 +14,8 @@ from headway.errors import EngineError, WrongVersion
 from headway.ports import PublishedWeights
 
 _RETURN_SECONDS = 0.5
-_MAX_RETURN_SECONDS = 10.0
+_MAX_RETURN_SECONDS = 5.0
+_STABLE_SECONDS = 30.0
 
 
 class Keeper:
@@ -112,15 +113,19 @@ class Keeper:
             )
 
     async def _keep(self, member: Member) -> None:
+        loop = asyncio.get_running_loop()
         pause = _RETURN_SECONDS
         while True:
             if member.is_live:
-                pause = _RETURN_SECONDS
                 await _sleep_or_woken(member, self._health_seconds)
                 await self._check_health(member)
-            elif not await self._readmit(member):
+                if member.is_live and loop.time() - member.live_since > _STABLE_SECONDS:
+                    pause = _RETURN_SECONDS
+            else:
+                # One that comes back well and fails again must not do so at full speed.
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _MAX_RETURN_SECONDS)
+                await self._readmit(member)
 
     async def _check_health(self, member: Member) -> None:
         async with member.lock:  # never during an update, which some engines take for sickness
@@ -151,8 +156,8 @@ class Keeper:
         except (EngineError, TimeoutError) as error:
             return f"it did not say which version it serves: {error}"
 
-    async def _readmit(self, member: Member) -> bool:
-        """Bring a member that is out to the newest weights, and let it in. Returns whether."""
+    async def _readmit(self, member: Member) -> None:
+        """Bring a member that is out to the newest weights, and let it in if all is well."""
         target = self._roster.target
         version = self._roster.start_version if target is None else target.version
         reason: str | None
@@ -168,13 +173,13 @@ class Keeper:
         if reason is None:
             # No await from here on. What it loaded may not be the newest any more: once again.
             if target is not self._roster.target:
-                return await self._readmit(member)
-            self._roster.admit(member, version)
-            return True
+                await self._readmit(member)
+            else:
+                self._roster.admit(member, version)
+            return
         if reason != member.reason:
             self._roster.say("warning", f"engine {member.name} is still out: {reason}")
         member.reason = reason
-        return False
 
     async def _bring_up(self, member: Member, target: PublishedWeights | None) -> None:
         if target is None:

@@ -123,12 +123,13 @@ class Roster:
             return
         now = asyncio.get_running_loop().time()
         member.is_live, member.reason, member.out_since = False, reason, now
-        num_moved = member.in_flight
-        for limit in member.limits:
+        # Those that are cut off now are no longer its own, should it be back before they notice.
+        cut_off, member.limits = member.limits, set()
+        for limit in cut_off:
             limit.reschedule(now)
         member.wake.set()
         self._notify()
-        self.say(level, f"engine {member.name} ejected: {reason}; {num_moved} requests move on")
+        self.say(level, f"engine {member.name} ejected: {reason}; {len(cut_off)} requests move on")
 
     async def until_changed(self, until: float) -> None:
         """Until a member comes or goes, or this instant of the loop's time."""

@@ -40,6 +40,10 @@ _HOLD_SECONDS = 1.0
 _MAX_HOLD_SECONDS = 10.0
 
 
+class _CutOff(TransportError):
+    """The engine was ejected while it ran the request."""
+
+
 def _silent(level: str, text: str) -> None:
     """Nobody listens."""
 
@@ -156,9 +160,16 @@ class EnginePool:
 
     def eject(self, name: str, reason: str) -> None:
         """Stop using an engine whose end somebody else saw, such as that of its process. It comes
-        back like any other. Harmless when it is out or unknown."""
-        if name in self._roster.members:
-            self._roster.eject(self._roster.members[name], reason)
+        back like any other. When it is out already, this reason is told too; an unknown name is
+        passed over."""
+        member = self._roster.members.get(name)
+        if member is None:
+            return
+        if not member.is_live:
+            # Its requests saw it first, but this says why.
+            self._roster.say("warning", f"engine {name} ejected: {reason}; it was out already")
+            member.reason = reason
+        self._roster.eject(member, reason)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -192,7 +203,7 @@ class EnginePool:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise TransportError(
+            raise _CutOff(
                 f"engine {member.name} was ejected while it ran {request.request_id}: "
                 f"{member.reason}"
             ) from None
@@ -201,6 +212,8 @@ class EnginePool:
 
     def _judge(self, member: Member, error: EngineError) -> bool:
         """What a failed request says of its engine. Returns whether to send it to another."""
+        if isinstance(error, _CutOff):
+            return True  # it says nothing new, and the engine may be back by now
         if not member.is_live:
             return isinstance(error, TransportError)
         match error:

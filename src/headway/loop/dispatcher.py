@@ -35,7 +35,7 @@ from headway.loop.trace import Trace
 from headway.ports import TaskSource
 
 BURST = 256
-"""Samples started before other tasks get a turn: a large opening must not freeze the loop."""
+"""Samples started before other tasks get a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class Dispatcher:
         self._closed = False
         self._source_ended = False
         self._num_eval_running = 0
-        self._num_changes = 0
+        self._is_interrupted = False
         self.admissions = 0
 
     # --- what others call -------------------------------------------------------------------
@@ -142,13 +142,14 @@ class Dispatcher:
         if not self._closed:
             self._trace.ordered("close")
             self._closed = True
-            self._notify()
+            self._changed.notify()
 
     def pump(self) -> None:
         """Start what can be started now. Whoever may have opened the gate calls this."""
-        if self._tasks is not None:
-            self._start_samples(self._tasks)
-        self._notify()
+        if self._tasks is not None and self._start_samples(self._tasks):
+            self._waits.restart("submission")
+        if self._is_interrupted or self._source_ended or self._closed:
+            self._changed.notify()
 
     def requeue(self, tasks: list[Task]) -> None:
         """Put prompts whose samples were discarded first in line, under new sample numbers."""
@@ -177,10 +178,6 @@ class Dispatcher:
                 reason = str(error.failure_class)
                 self._ledger.move(request.group_id, SampleState.FAILED, reason)
         return finished
-
-    def _notify(self) -> None:
-        self._num_changes += 1
-        self._changed.notify()
 
     async def drained(self) -> None:
         """Return once no sample is running or waits to be fetched; the caller has the deadline."""
@@ -211,7 +208,7 @@ class Dispatcher:
             task = await self._source.next_task()
             if task is None:
                 self._source_ended = True
-                self._notify()
+                self._changed.notify()
                 return
             self._inputs.append(task)
             if len(self._inputs) == 1:
@@ -221,21 +218,21 @@ class Dispatcher:
         """Lend the TaskGroup to `pump`, and go on where a large opening was interrupted. Raises
         TaskSourceExhausted."""
         self._tasks = tasks
+        self.pump()
         while True:
-            if self._start_samples(tasks) == BURST:
-                await asyncio.sleep(0)
-                continue
+            await self._waits.until(
+                "submission",
+                self._what_for,
+                self._changed,
+                lambda: self._is_interrupted or self._is_exhausted(),
+            )
             if self._is_exhausted():
                 raise TaskSourceExhausted(
                     f"the task source ended after {self._next_group_id} samples, before the step "
                     "target: give it more tasks, let it repeat, or lower run.steps"
                 )
-            seen = self._num_changes
-
-            def has_news(seen: int = seen) -> bool:
-                return self._num_changes != seen
-
-            await self._waits.until("submission", self._what_for(), self._changed, has_news)
+            await asyncio.sleep(0)
+            self._start_samples(tasks)
 
     def _has_room(self) -> bool:
         return len(self._inputs) < self._queue_size
@@ -277,18 +274,21 @@ class Dispatcher:
         return "the trainer to take a batch (pacing, or a parked batch)"
 
     def _start_samples(self, tasks: asyncio.TaskGroup) -> int:
+        """Start what may start, at most `BURST`: a large opening must not freeze the loop."""
         started = 0
-        while not self._paused and started < BURST:
-            if self._evals and self._num_eval_running < self._eval_concurrent:
+        if not self._paused:
+            while (
+                started < BURST and self._evals and self._num_eval_running < self._eval_concurrent
+            ):
                 self._num_eval_running += 1
-                request = self._evals.popleft()
-            elif self._inputs and self._capacity() > 0:
-                request = self._admit(self._inputs.popleft())
-            else:
-                break
-            tasks.create_task(self._run(request))
-            started += 1
-        if started:
+                tasks.create_task(self._run(self._evals.popleft()))
+                started += 1
+            if self._inputs:
+                for _ in range(min(self._capacity(), len(self._inputs), BURST - started)):
+                    tasks.create_task(self._run(self._admit(self._inputs.popleft())))
+                    started += 1
+        self._is_interrupted = started == BURST
+        if 2 * len(self._inputs) <= self._queue_size:
             self._room.notify()
         return started
 

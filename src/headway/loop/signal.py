@@ -33,12 +33,17 @@ class Signal:
             await waiter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wait:
     """One part waits for something since an instant of loop time."""
 
-    what: str
+    _what: str | Callable[[], str]
     since: float
+
+    @property
+    def what(self) -> str:
+        """In words; of a wait that changes its object, as of now."""
+        return self._what if isinstance(self._what, str) else self._what()
 
 
 class WaitBoard:
@@ -48,7 +53,7 @@ class WaitBoard:
         self._waits: dict[str, Wait] = {}
 
     @contextmanager
-    def waiting(self, part: str, what: str) -> Iterator[None]:
+    def waiting(self, part: str, what: str | Callable[[], str]) -> Iterator[None]:
         """Around an `await`: `part` waits for `what`."""
         self._waits[part] = Wait(what, asyncio.get_running_loop().time())
         try:
@@ -57,12 +62,21 @@ class WaitBoard:
             del self._waits[part]
 
     async def until(
-        self, part: str, what: str, signal: Signal, condition: Callable[[], bool]
+        self,
+        part: str,
+        what: str | Callable[[], str],
+        signal: Signal,
+        condition: Callable[[], bool],
     ) -> None:
         """`signal.until(condition)`, on the board while it lasts; free when it holds already."""
         if not condition():
             with self.waiting(part, what):
                 await signal.until(condition)
+
+    def restart(self, part: str) -> None:
+        """What `part` waited for came, and it waits for the next of its kind."""
+        if (wait := self._waits.get(part)) is not None:
+            wait.since = asyncio.get_running_loop().time()
 
     @property
     def current(self) -> Mapping[str, Wait]:

@@ -31,15 +31,16 @@ from headway.sim.fit import Fit, fit_run
 from headway.sim.predict import Prediction, Setting, predict
 from headway.sim.ranking import TOLERANCE, Objective, candidates, pareto_front, ranked, reasons
 
-AGES = (0, 1, 2, 3, 4, 6, 8)
-"""`S` in the survey, beside the one in force."""
+AGES = (4, 1, 8, 2, 6, 0, 3)
+"""`S` in the survey, beside the one in force; those that tell most come first, in case that the
+budget ends."""
 
 FILLS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
 """Concurrency in the survey, in batches; at most `S + 1` of them have an effect."""
 
 SURVEY_ROLLOUTS, CONFIRM_ROLLOUTS = 1500, 12_000
 """About as many rollouts are measured in each simulation, but at least `MIN_STEPS` steps."""
-MIN_STEPS, MAX_STEPS = 12, 200
+MIN_STEPS, MAX_STEPS = 8, 200
 
 NUM_VARIED, NUM_CONFIRMED = 2, 8
 """Settings whose variants are tried, and settings that are simulated at length."""
@@ -185,7 +186,7 @@ def _survey(config: Config) -> Iterator[Setting]:
         policy["over_bound"] = OverBound.DROP
     batch_size = config.rollout.consumer_batch_size
     sizes = sorted({max(round(fill * batch_size), 1) for fill in FILLS} | {current.max_concurrent})
-    ages = sorted({*AGES, current.max_head_offpolicyness})
+    ages = [*dict.fromkeys([*AGES, current.max_head_offpolicyness])]
     # First each S with as much in flight as it can use, then with less.
     grid = [(age, (age + 1) * batch_size) for age in ages]
     grid += [(age, size) for size in sizes for age in ages if size < (age + 1) * batch_size]
@@ -282,7 +283,7 @@ class _Search:
         rollout = self.config.rollout
         per_step = rollout.consumer_batch_size * rollout.group_size
         wanted = self.effort * (CONFIRM_ROLLOUTS if is_long else SURVEY_ROLLOUTS) / per_step
-        return min(max(round(wanted), (3 if is_long else 1) * MIN_STEPS), MAX_STEPS)
+        return min(max(round(wanted), (4 if is_long else 1) * MIN_STEPS), MAX_STEPS)
 
     def _submit(self, setting: Setting, is_long: bool) -> Future[Prediction | None]:
         loads, num_steps = self.fit and self.fit.loads, self._num_steps(is_long)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.config import PRESETS, Config
+from headway.config import PRESETS, Config, DistributionConfig
 from headway.core.bound import Enforcement, OverBound
 from headway.core.order import Order
 from headway.core.pacing import Pacing, PacingState
@@ -24,7 +24,7 @@ from headway.loop.orchestrator import Orchestrator
 from headway.sim.clock import run_virtual
 from headway.sim.distributions import curve_of
 from headway.sim.run import build_simulation
-from headway.sim.scale import lighter
+from headway.sim.scale import lighter, mean_of
 
 MIN_MEASURED = 4
 """Steps below which a simulation that was cut off says nothing."""
@@ -245,7 +245,8 @@ def predict(
 
     Args:
         is_long: warm up until the pacing controller has forgotten how it began. Either way it
-            begins low, from where it finds the steady state sooner than a real run does.
+            begins low, from where it finds the steady state sooner than a real run does. If not
+            long, all updates take the mean time.
         loads: running requests between which the engine's speed is known; None: it is stated.
         seconds: wall time after which the simulation is cut off; None comes back when that was too
             early to say anything.
@@ -258,6 +259,8 @@ def predict(
         warm_up = max(warm_up, LONG_WARM_UP)
     target = warm_up + num_steps + setting.max_head_offpolicyness + 3
     planned = lighter(setting.apply(config))
+    if not is_long:
+        planned = _evenly_trained(planned)
     run = planned.run.model_copy(
         update={"steps": target, "metrics_interval_seconds": 1e9, "stall_seconds": 1e9}
     )
@@ -284,6 +287,15 @@ def predict(
         return _prediction(planned, setting, window, orchestrator, idle, loads)
 
     return run_virtual(main())
+
+
+def _evenly_trained(config: Config) -> Config:
+    """With updates that all take the mean time: a dozen draws differ more than settings do."""
+    mean = {"kind": "constant", "value": mean_of(config.simulate.train_seconds)}
+    constant = DistributionConfig.model_validate(mean)
+    return config.model_copy(
+        update={"simulate": config.simulate.model_copy(update={"train_seconds": constant})}
+    )
 
 
 def _reason(outcome: object) -> str:

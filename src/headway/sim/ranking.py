@@ -33,15 +33,21 @@ class Objective(StrEnum):
     """The youngest data."""
 
 
+def objection(row: Prediction) -> str | None:
+    """Why a setting is not recommended, in words; None when it may be."""
+    longest = row.longest_trained_share
+    if row.guaranteed is None:
+        return "guarantees no bound"
+    if row.setting.over_bound is OverBound.DROP or row.dropped_share:
+        return f"drops samples ({100 * row.dropped_share:.1f} %)"
+    if longest is not None and longest < LONGEST_TRAINED:
+        return f"trains {100 * longest:.0f} % of the longest 5 % of the rollouts"
+    return None
+
+
 def is_sound(row: Prediction) -> bool:
     """Whether a setting may be recommended: bounded, nothing discarded, the longest trained."""
-    longest = row.longest_trained_share
-    return (
-        row.guaranteed is not None
-        and row.setting.over_bound is not OverBound.DROP
-        and row.dropped_share == 0
-        and (longest is None or longest >= LONGEST_TRAINED)
-    )
+    return objection(row) is None
 
 
 def ranked(rows: Sequence[Prediction], objective: Objective, slack: float) -> list[Prediction]:
@@ -113,6 +119,9 @@ def reasons(
         f"({_named(fastest)}), at a mean head age of {best.head_age_mean:.2f}"
     )
     yield f"What limits it: {BINDING_TEXT[best.binding]} ({best.evidence})"
+    refused = objection(fastest)
+    if behind > TOLERANCE and refused is not None:
+        yield f"That one is not recommended: it {refused}"
     if not is_sound(best):
         yield (
             "No setting tried is bounded, discards nothing and trains the longest rollouts: this "

@@ -185,12 +185,11 @@ def _draw(figure: Any, plan: Plan) -> None:
         label="none is both faster and younger",
         zorder=3,
     )
-    for row, name, colour, offset in (
-        (plan.current, "in force", "orange", (8, 10)),
-        (plan.recommended, "recommended", "green", (8, -14)),
-    ):
-        if row is not None:
-            _point(axes, row, name, colour, offset)
+    now, best = plan.current, plan.recommended
+    if now is not None and now.setting != best.setting:
+        _point(axes, now, "in force", "orange", (8, 10))
+    is_same = now is not None and now.setting == best.setting
+    _point(axes, best, "recommended" + (", in force" if is_same else ""), "green", (8, -14))
     axes.margins(x=0.12, y=0.12)
     axes.legend(loc="upper right", fontsize=8.5)
 
