@@ -64,8 +64,9 @@ lint: $(STAMP) ## ruff
 types: $(STAMP) ## mypy --strict
 	$(BIN)/mypy
 
-bench: $(STAMP) ## CPU time of the control loop per rollout
+bench: $(STAMP) ## CPU time of the control loop and of a simulation, per rollout
 	$(BIN)/python -m benchmarks.control_loop
+	$(BIN)/python -m benchmarks.simulator
 
 docs: $(STAMP) ## write docs/configuration.md from the models
 	$(BIN)/python -m headway.config.reference > docs/.configuration.md
