@@ -64,9 +64,10 @@ lint: $(STAMP) ## ruff
 types: $(STAMP) ## mypy --strict
 	$(BIN)/mypy
 
-bench: $(STAMP) ## CPU time of the control loop and of a simulation, per rollout
+bench: $(STAMP) ## CPU time per rollout and per request: loop, simulation, engine client
 	$(BIN)/python -m benchmarks.control_loop
 	$(BIN)/python -m benchmarks.simulator
+	$(BIN)/python -m benchmarks.engine_client
 
 docs: $(STAMP) ## write docs/configuration.md from the models
 	$(BIN)/python -m headway.config.reference > docs/.configuration.md

@@ -55,7 +55,8 @@ def test_simulate_prints_only_json_and_leaves_a_run_directory(workload: Path) ->
     assert "step 4/4" in done.stderr
     assert json.loads((workload / "out" / "summary.json").read_text()) == summary
     config = load_config(workload / "out" / "config.yaml")
-    assert config == load_config(workload / "w.yaml", ["--run.dir", "out"])
+    overrides = ["--run.dir", "out", "--run.metrics_interval_seconds", "60"]
+    assert config == load_config(workload / "w.yaml", overrides)
     rows = [json.loads(line) for line in (workload / "out" / "metrics.jsonl").open()]
     assert [rows[0]["kind"], rows[-1]["kind"]] == ["run", "summary"]
 
