@@ -1,7 +1,7 @@
 """Version runs: which policy version sampled each token, run-length encoded."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NewType
 
@@ -30,9 +30,12 @@ class VersionRuns:
     """
 
     runs: tuple[tuple[int, int], ...] = ()
+    num_tokens: int = field(init=False, compare=False, repr=False)
+    """How many tokens the runs cover."""
 
     def __post_init__(self) -> None:
         previous = None
+        total = 0
         for version, count in self.runs:
             if version < 0 or count < 1 or version == previous:
                 raise ValueError(
@@ -40,6 +43,8 @@ class VersionRuns:
                     "least 1, and neighbours different (VersionRuns.of merges them)"
                 )
             previous = version
+            total += count
+        object.__setattr__(self, "num_tokens", total)
 
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int]]) -> "VersionRuns":
@@ -63,21 +68,14 @@ class VersionRuns:
         return cls(tuple((int(v), sum(1 for _ in same)) for v, same in groupby(versions)))
 
     @property
-    def num_tokens(self) -> int:
-        """How many tokens the runs cover."""
-        if len(self.runs) == 1:
-            return self.runs[0][1]
-        return sum(count for _, count in self.runs)
-
-    @property
     def head(self) -> int:
         """The oldest contributing version. Raises ValueError when there is no token."""
-        return min(version for version, _ in self.runs)
+        return min(self.runs)[0]
 
     @property
     def tail(self) -> int:
         """The newest contributing version. Raises ValueError when there is no token."""
-        return max(version for version, _ in self.runs)
+        return max(self.runs)[0]
 
     def expand(self) -> NDArray[np.int32]:
         """One version per token, shape `(num_tokens,)`."""
