@@ -257,7 +257,7 @@ def test_trimming_knows_gaps_in_the_mask() -> None:
     after = trimmed(one, 1)
     assert after.loss_mask.tolist() == [False, False, True, False, True]
     assert after.version_runs.runs == ((1, 1), (2, 1))
-    assert after.num_trimmed == 2
+    assert after.num_trimmed == 1
 
 
 # --- what a setting guarantees ------------------------------------------------------------------

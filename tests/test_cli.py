@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -182,3 +183,22 @@ def test_rows_that_cannot_be_written_are_counted_and_told_at_the_end(tmp_path: P
         sink.close()
     sink.close()
     assert (tmp_path / "m.jsonl").read_text() == '{"a":1}\n'
+
+
+def test_ctrl_c_in_a_simulation_leaves_a_summary(workload: Path) -> None:
+    command = [sys.executable, "-m", "headway", "simulate", "w.yaml", "--json", "--run.dir=out"]
+    steps = ["--run.steps", "1000000"]
+    with subprocess.Popen(
+        [*command, *steps], cwd=workload, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None and process.stdout is not None
+        while " a step " not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    summary = json.loads(out)
+    assert (summary["exit_reason"], summary["exit_code"]) == ("interrupted", 130)
+    assert summary["steps"] >= 1
+    assert json.loads((workload / "out" / "summary.json").read_text()) == summary
+    assert headway("replay", "out", cwd=workload).returncode == 0

@@ -496,6 +496,30 @@ def test_an_engine_that_never_loads_a_version_is_named_within_the_deadline() -> 
     assert "flaky engine did not load version 1 within 20 s" in str(run.outcome.message)
 
 
+def test_engines_that_load_slowly_do_not_keep_the_trainer_waiting() -> None:
+    def idle(sync_seconds: float) -> float:
+        config = sim_config(
+            run={"steps": 40},
+            rollout={"max_head_offpolicyness": 8, "pacing": "just_in_time", "over_bound": "trim"},
+            simulate={
+                "rollout_seconds": {"kind": "constant", "value": 1.0},
+                "train_seconds": 2.0,
+                "weight_sync_seconds": sync_seconds,
+            },
+        )
+        run = simulate_in_memory(config)
+        assert run.outcome.exit_code == 0, run.outcome
+        versions = [row["step"] for row in run.of_kind("step")]
+        assert versions == list(range(40)), "every batch has its row, also where versions jump"
+        return run.orchestrator.log.trainer_idle_seconds
+
+    assert idle(0.1) < 4
+    # Three quarters of the time the engines stand still, and the trainer hardly notices.
+    assert idle(1.5) < 10
+    # They load for longer than the trainer trains, so versions are passed over.
+    assert idle(4.0) > 0
+
+
 class FullDisk(MemoryStore):
     async def write_batch(self, batch: Batch) -> None:
         if batch.step == 3:

@@ -20,7 +20,8 @@ from headway.sim.app import simulate, simulate_in_memory
 from headway.sim.distributions import inverse_of
 from headway.sim.fit import _alike, _fit_difficulty, empirical, fit_run
 from headway.sim.plan import Plan, plan
-from headway.sim.predict import Binding, Prediction, Setting, predict
+from headway.sim.binding import Binding
+from headway.sim.predict import Prediction, Setting, predict
 from headway.sim.ranking import is_sound, pareto_front
 from headway.sim.scale import lighter
 from headway.sim.speed import Requests, fit_speed

@@ -248,5 +248,33 @@ def test_a_broken_line_in_the_middle_is_refused(run_dir: Path) -> None:
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirError, match="holds no trace to replay"):
+    with pytest.raises(RunDirError, match="holds no trace of a run"):
         replay(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.9])
+def test_a_trace_that_lost_rows_is_not_the_same_run(run_dir: Path, share: float) -> None:
+    lines = (run_dir / "trace.jsonl").read_bytes().splitlines(keepends=True)
+    (run_dir / "trace.jsonl").write_bytes(b"".join(lines[: round(share * len(lines))]))
+    if not share:
+        with pytest.raises(RunDirError, match="is empty"):
+            replay(run_dir)
+        return
+    result = replay(run_dir)
+    assert not result.is_same and "rows were lost or changed" in str(result.difference)
+    assert result.recorded_hash != result.replayed_hash
+
+
+@pytest.mark.parametrize("line", [b"[1, 2]", b'{"t": 1.0}', b'{"e": "ended"}', b'"text"'])
+def test_a_line_that_is_no_row_is_refused(run_dir: Path, line: bytes) -> None:
+    lines = (run_dir / "trace.jsonl").read_bytes().splitlines()
+    (run_dir / "trace.jsonl").write_bytes(b"\n".join([*lines[:5], line, *lines[5:]]) + b"\n")
+    with pytest.raises(RunDirError, match="line 6"):
+        replay(run_dir)
+
+
+@pytest.mark.parametrize("text", ["{bad", "[]", ""])
+def test_a_summary_that_cannot_be_read_is_named(run_dir: Path, text: str) -> None:
+    (run_dir / "summary.json").write_text(text, encoding="utf-8")
+    with pytest.raises(RunDirError, match=r"summary\.json cannot be read"):
+        replay(run_dir)

@@ -55,6 +55,7 @@ app = App(
     help="The control loop between generation and training in asynchronous RL post-training.",
     help_format="plaintext",
     help_epilogue="Start with: headway run examples/demo.yaml",
+    suppress_keyboard_interrupt=False,
 )
 
 

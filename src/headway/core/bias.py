@@ -1,16 +1,17 @@
 """The bias report: how what was trained differs from what was dispatched.
 
 Every policy that discards, trims or delays chooses among rollouts, and what takes long to generate
-is what it chooses against. Length is in sampled tokens of a rollout, before trimming.
+is what it chooses against. Lengths are in sampled tokens of a rollout, before trimming, unless they
+are said to be in the loss.
 """
 
 from array import array
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.core.rollout import Group
 
@@ -28,63 +29,90 @@ class Fate(IntEnum):
     """A filter named its sample."""
 
 
+def _integers() -> "array[int]":
+    return array("L")
+
+
 @dataclass(slots=True)
 class Bias:
     """Length, turns, environment and fate of every rollout whose fate is decided."""
 
-    _tokens: "array[int]" = field(default_factory=lambda: array("L"))
-    _turns: "array[int]" = field(default_factory=lambda: array("L"))
-    _fates: "array[int]" = field(default_factory=lambda: array("B"))
-    _envs: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    _tokens: "array[int]" = field(default_factory=_integers)
+    _in_loss: "array[int]" = field(default_factory=_integers)
+    _turns: "array[int]" = field(default_factory=_integers)
+    _fates: "array[int]" = field(default_factory=_integers)
+    _envs: "array[int]" = field(default_factory=_integers)
+    _names: dict[str, int] = field(default_factory=dict)
+    _last: int = 0
 
     def add(self, group: Group, fate: Fate) -> None:
         """Count the rollouts of a group; a trained one with an empty loss mask is `EMPTIED`."""
         for rollout in group.rollouts:
-            num_tokens = rollout.num_trainable + rollout.num_trimmed
-            of_this = fate
-            if fate is Fate.TRAINED and not rollout.num_trainable and num_tokens:
-                of_this = Fate.EMPTIED
-            self._tokens.append(num_tokens)
+            in_loss = rollout.num_trainable if fate is Fate.TRAINED else 0
+            is_emptied = fate is Fate.TRAINED and not in_loss and rollout.num_trimmed
+            self._tokens.append(rollout.num_trainable + rollout.num_trimmed)
+            self._in_loss.append(in_loss)
             self._turns.append(rollout.num_turns)
-            self._fates.append(of_this)
-            self._envs[rollout.env, of_this is Fate.TRAINED] += 1
+            self._fates.append(Fate.EMPTIED if is_emptied else fate)
+            self._envs.append(self._names.setdefault(rollout.env, len(self._names)))
 
     @property
     def longest_trained_share(self) -> float | None:
-        """Of the longest 5 % of the rollouts that passed the filters, the share trained."""
+        """The first of `longest_shares`."""
+        return self.longest_shares[0]
+
+    def since_last(self) -> dict[str, Any]:
+        """Means and environments of the rollouts decided since the last call."""
+        start, self._last = self._last, len(self._fates)
+        return self._means(start)
+
+    def summary(self) -> dict[str, Any]:
+        """Of all rollouts, as `summary.json` has it; `docs/metrics.md` names the keys."""
+        fates = np.asarray(self._fates)
+        rollouts, tokens = self.longest_shares
+        return {
+            "rollouts": {fate.name.lower(): int((fates == fate).sum()) for fate in Fate},
+            **self._means(0),
+            "longest_5pct_trained_share": rollouts,
+            "longest_5pct_trained_token_share": tokens,
+        }
+
+    @property
+    def longest_shares(self) -> tuple[float | None, float | None]:
+        """Of the longest 5 % of the rollouts that passed the filters: the share that was trained,
+        and the share of their tokens that is in the loss."""
         fates = np.asarray(self._fates)
         passed = fates != Fate.REJECTED
         if not passed.any():
-            return None
-        tokens, trained = np.asarray(self._tokens)[passed], fates[passed] == Fate.TRAINED
+            return None, None
+        tokens, in_loss = (np.asarray(one)[passed] for one in (self._tokens, self._in_loss))
         num_longest = max(round(0.05 * len(tokens)), 1)
         # Ties at the border are all in: which of them were drawn would be arbitrary.
-        border = np.partition(tokens, len(tokens) - num_longest)[len(tokens) - num_longest]
-        return float(trained[tokens >= border].mean())
+        longest = tokens >= np.partition(tokens, len(tokens) - num_longest)[-num_longest]
+        trained = (fates[passed] == Fate.TRAINED)[longest]
+        return float(trained.mean()), float(in_loss[longest].sum() / max(tokens[longest].sum(), 1))
 
-    def summary(self) -> dict[str, Any]:
-        """As `summary.json` has it; `docs/metrics.md` names the keys."""
-        fates = np.asarray(self._fates)
+    def _means(self, start: int) -> dict[str, Any]:
+        tokens, in_loss, turns, fates, envs = (
+            np.asarray(one[start:])
+            for one in (self._tokens, self._in_loss, self._turns, self._fates, self._envs)
+        )
         trained = fates == Fate.TRAINED
-        envs = sorted({env for env, _ in self._envs})
-        total, num_trained = len(fates), int(trained.sum())
         return {
-            "rollouts": {fate.name.lower(): int((fates == fate).sum()) for fate in Fate},
-            "tokens_mean": _means(self._tokens, trained),
-            "turns_mean": _means(self._turns, trained),
-            "env_share": {
-                "dispatched": {
-                    env: (self._envs[env, True] + self._envs[env, False]) / total for env in envs
-                },
-                "trained": {env: self._envs[env, True] / max(num_trained, 1) for env in envs},
+            "tokens_mean": {
+                "dispatched": _mean(tokens),
+                "trained": _mean(tokens[trained]),
+                "in_loss": _mean(in_loss[trained]),
             },
-            "longest_5pct_trained_share": self.longest_trained_share,
+            "turns_mean": {"dispatched": _mean(turns), "trained": _mean(turns[trained])},
+            "env_share": {
+                "dispatched": {name: _mean(envs == number) for name, number in self._names.items()},
+                "trained": {
+                    name: _mean(envs[trained] == number) for name, number in self._names.items()
+                },
+            },
         }
 
 
-def _means(values: "array[int]", trained: Any) -> dict[str, float | None]:
-    of_all = np.asarray(values)
-    return {
-        "dispatched": float(of_all.mean()) if len(of_all) else None,
-        "trained": float(of_all[trained].mean()) if trained.any() else None,
-    }
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None

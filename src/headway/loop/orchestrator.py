@@ -39,10 +39,11 @@ from headway.core.guards import EmptyBatchGuard, FailureGuard
 from headway.core.ledger import Ledger, SampleState
 from headway.core.pacing import BatchTaken, JustInTime, Pacing, PacingState
 from headway.core.rollout import Group, Task
-from headway.errors import HeadwayError, PartEndedError, TrainerError
+from headway.errors import HeadwayError, PartEndedError
 from headway.loop.dispatcher import Dispatcher
 from headway.loop.engine_meter import EngineMeter
 from headway.loop.eval_sink import EvalResult, EvalSink
+from headway.loop.in_training import InTraining
 from headway.loop.metrics_loop import IntervalRow, MetricsLoop, run_row
 from headway.loop.outcome import COMPLETED, Outcome, RunEnded, outcome_of
 from headway.loop.policy import PolicyHandle
@@ -200,10 +201,12 @@ class Orchestrator:
         self.watchdog = Watchdog(
             ledger=self.ledger, waits=self.waits, stall_seconds=config.run.stall_seconds
         )
-        self.log = StepLog(self.ledger, self.started_at, first_step=start.version)
+        self.log = StepLog(
+            self.ledger, self.train_sink.bias, self.started_at, first_step=start.version
+        )
         self.evals: list[EvalResult] = []
         self._failures = FailureGuard(rollout.max_failed_samples)
-        self._shipped: dict[int, ShippedBatch] = {}
+        self._in_training = InTraining()
         self._done = Signal()
         self._ended: Outcome | None = None
         self._ending = Signal()
@@ -380,7 +383,7 @@ class Orchestrator:
             return 0
         if self.config.rollout.pacing is Pacing.FILL:
             return None
-        if self.policy.announced > self.policy.version:
+        if self.policy.announced > self.policy.version and self._in_training.updates_are_short:
             # What starts now would be a version older than what starts after the update.
             return 0
         return self.pacer.limit() - len(self.ledger.unbatched)
@@ -399,36 +402,37 @@ class Orchestrator:
 
     def _on_shipped(self, shipped: ShippedBatch) -> None:
         self.watchdog.progress()
-        self._shipped[shipped.step] = shipped
+        self._in_training.shipped(shipped)
         self._decide()
 
     def _on_announced(self, weights: PublishedWeights) -> None:
         self.trace.announced(weights)
+        self._in_training.announced(self.trace.at, weights)
         self._decide()
 
     def _on_served(self, served: VersionServed) -> None:
         version = served.weights.version
         self.trace.served(version)
-        now = self._loop.time()
         self.watchdog.progress()
-        for step in range(self.log.first_step + self.log.num_trained, version):
-            shipped = self._shipped.pop(step, None)
-            if shipped is None:
-                raise TrainerError(
-                    f"the trainer published version {version}, but batch {step} was never shipped "
-                    f"({self.ship_gate.num_shipped} batches were)"
-                )
+        first = self.log.first_step + self.log.num_trained
+        for shipped, weights in self._in_training.served(self.trace.at, version, first=first):
             for group_id in shipped.group_ids:
                 self.ledger.move(group_id, SampleState.TRAINED)
-            row = self.log.trained(shipped, served, now=now, admissions=self.dispatcher.admissions)
+            row = self.log.trained(
+                shipped,
+                VersionServed(weights, served.sync_seconds),
+                now=self._loop.time(),
+                admissions=self.dispatcher.admissions,
+            )
             self._emit(row)
-        every = self.config.eval.every
         if version >= self.config.run.steps:
             self.dispatcher.close()
             self._done.notify()
             return
         self._decide()
-        if every and version % every == 0 and not self.eval_sink.start(version):
+        every = self.config.eval.every
+        due = every and any(one % every == 0 for one in range(first + 1, version + 1))
+        if due and not self.eval_sink.start(version):
             self._event("warning", f"no eval at version {version}: the last one is still running")
 
     def _on_eval(self, result: EvalResult) -> None:

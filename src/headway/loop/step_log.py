@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from headway.core.ages import Ages
+from headway.core.bias import Bias
 from headway.core.ledger import Ledger, SampleState
 from headway.core.rollout import Batch, GroupId
 from headway.loop.weight_watcher import VersionServed
@@ -94,6 +95,7 @@ class StepLog:
     """Totals over the trained batches, and the rows that describe each of them."""
 
     ledger: Ledger
+    bias: Bias
     started_at: float
     first_step: int = 0
     ages: Ages = field(default_factory=Ages)
@@ -164,6 +166,7 @@ class StepLog:
             "failed": self._new_reasons(SampleState.FAILED),
             "dropped": self._new_reasons(SampleState.DROPPED),
             "tokens_trimmed": shipped.num_trimmed,
+            "bias": self.bias.since_last(),
             "assembled_seconds": shipped.assembled_seconds,
             "parked_seconds": shipped.parked_seconds,
             "starved_seconds": shipped.starved_seconds,

@@ -7,7 +7,7 @@ same inputs give the same decisions, whatever the clock: `headway replay` checks
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,20 @@ from headway.ports import MetricsSink, PublishedWeights
 
 DECISIONS = ("admitted", "judged", "dropped", "batch")
 """Kinds of rows that the hash covers."""
+
+
+DIGEST_BYTES = 16
+
+_encode = msgspec.json.Encoder().encode
+
+
+def digest_of(decisions: Iterable[Mapping[str, Any]]) -> str:
+    """The hash of recorded decisions, as `Trace.digest` has it; their times do not count."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for row in decisions:
+        values = [value for key, value in row.items() if key not in ("t", "e")]
+        digest.update(_encode((row["e"], *values)))
+    return digest.hexdigest()
 
 
 class Trace:
@@ -30,8 +44,7 @@ class Trace:
     def __init__(self, *, now: Callable[[], float], sink: MetricsSink | None) -> None:
         self._now = now
         self._sink = sink
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._encode = msgspec.json.Encoder().encode
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self.num_inputs = 0
         self.num_decisions = 0
         self.at = 0.0
@@ -110,7 +123,7 @@ class Trace:
 
     def _decision(self, kind: str, values: Mapping[str, Any]) -> None:
         self.num_decisions += 1
-        self._hash.update(self._encode((kind, *values.values())))
+        self._hash.update(_encode((kind, *values.values())))
         if self._sink is not None:
             self._sink.emit({"t": self.at, "e": kind, **values})
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from headway.errors import EngineError
 from headway.loop.policy import PolicyHandle
-from headway.loop.signal import WaitBoard
+from headway.loop.signal import Signal, WaitBoard
 from headway.ports import Engine, PublishedWeights, WeightChannel
 
 
@@ -19,10 +19,12 @@ class VersionServed:
 
 
 class WeightWatcher:
-    """See a complete checkpoint, announce it, apply it to the engines within a deadline, bump, wake
-    waiters.
+    """See a complete checkpoint and announce it; apply the newest to the engines within a deadline,
+    bump, wake waiters.
 
-    Nothing here awaits a queue, so no consumer that waits for a version can stop a version.
+    The two run side by side: the trainer may have its next batch as soon as it has published, also
+    while engines take long to load. Nothing here awaits a queue, so no consumer that waits for a
+    version can stop a version.
     """
 
     def __init__(
@@ -43,17 +45,37 @@ class WeightWatcher:
         self._update_seconds = update_seconds
         self._on_announced = on_announced
         self._on_served = on_served
+        self._newest: PublishedWeights | None = None
+        self._seen_at = 0.0
+        self._seen = Signal()
 
     async def run(self) -> None:
         """For ever. The wait for a checkpoint has no deadline of its own: the trainer's process is
         watched, and the stall watchdog covers one that lives but never publishes."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._announce(), name="watcher: announce")
+            tasks.create_task(self._apply(), name="watcher: apply")
+
+    async def _announce(self) -> None:
+        while True:
+            weights = await self._channel.wait_newer(self._policy.announced)
+            self._policy.announce(weights.version)
+            self._newest = weights
+            self._seen_at = asyncio.get_running_loop().time()
+            self._on_announced(weights)
+            self._seen.notify()
+
+    async def _apply(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            with self._waits.waiting("watcher", f"version {self._policy.version + 1} to appear"):
-                weights = await self._channel.wait_newer(self._policy.version)
-            seen_at = loop.time()
-            self._policy.announce(weights.version)
-            self._on_announced(weights)
+            await self._waits.until(
+                "watcher",
+                f"version {self._policy.version + 1} to appear",
+                self._seen,
+                lambda: self._policy.announced > self._policy.version,
+            )
+            weights, seen_at = self._newest, self._seen_at
+            assert weights is not None
             what = f"the engines to load version {weights.version}"
             with self._waits.waiting("watcher", what):
                 try:
@@ -62,7 +84,8 @@ class WeightWatcher:
                 except TimeoutError:
                     raise EngineError(
                         f"{self._engine.name} did not load version {weights.version} within "
-                        f"{self._update_seconds:g} s (engine.update_seconds)"
+                        f"{self._update_seconds:g} s (engine.update_seconds, and as much again as "
+                        "an engine pool needs to name the engine)"
                     ) from None
             self._policy.advance(weights.version)
             self._on_served(VersionServed(weights, loop.time() - seen_at))

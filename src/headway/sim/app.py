@@ -1,11 +1,13 @@
 """`headway simulate`: a whole run in virtual time, with the files that a real one leaves."""
 
 import asyncio
+import signal
 import time
 from typing import Any
 
 from headway.collector import tame_collector
 from headway.config import Config
+from headway.loop.outcome import Outcome
 from headway.loop.summary import summarize
 from headway.ports import MetricsSink
 from headway.sim.clock import run_virtual
@@ -47,7 +49,10 @@ def simulate_in_memory(
 
     async def main() -> dict[str, Any]:
         orchestrator = build_simulation(config, metrics=metrics, replaced={"trace": trace})
-        outcome = await orchestrator.run()
+        try:
+            outcome = await orchestrator.run()
+        except asyncio.CancelledError:  # Ctrl-C: what there is, is the result
+            outcome = Outcome(exit_reason="interrupted", exit_code=128 + signal.SIGINT)
         seconds = asyncio.get_running_loop().time() - orchestrator.started_at
         return summarize(
             config,

@@ -8,9 +8,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,8 @@ from headway.core.order import Order
 from headway.core.pacing import Pacing, PacingState
 from headway.errors import ConfigError
 from headway.loop.orchestrator import Orchestrator
+from headway.sim.binding import Binding, Window, binding_of
 from headway.sim.clock import run_virtual
-from headway.sim.distributions import curve_of
 from headway.sim.run import build_simulation
 from headway.sim.scale import lighter, mean_of
 
@@ -33,44 +31,8 @@ LONG_WARM_UP = 52
 """Steps until the pacing controller has forgotten how it began (core/pacing.py). The same for all
 settings, so that they are measured over the same updates."""
 
-LOOKS_PER_STEP = 8
-"""How often per step the loop is asked what it waits for."""
-
-BUSY = 0.03
-"""A trainer that is idle for a smaller share of the time is what limits the run."""
-
-SATURATED = 0.97
-"""Engines that sample at this share of the most that they can are full."""
-
 BEYOND = 1.05
 """Loads outside the recorded ones by more than this factor are extrapolated."""
-
-
-class Binding(StrEnum):
-    """What a setting's step time is limited by: what would have to change to make it shorter."""
-
-    TRAINER = "trainer"
-    """The trainer is never short of a batch."""
-    CONCURRENCY = "concurrency"
-    """Generation, by `max_concurrent_rollouts`."""
-    ENGINES = "engines"
-    """Generation, and the engines cannot sample faster."""
-    STALENESS = "staleness"
-    """Generation, held back by the gate: `S`."""
-    STRAGGLERS = "stragglers"
-    """Full batches wait for samples that must be in them."""
-    PACING = "pacing"
-    """Generation, held back by the pacing controller."""
-
-
-BINDING_TEXT = {
-    Binding.TRAINER: "the trainer is busy all the time",
-    Binding.CONCURRENCY: "too few rollouts in flight",
-    Binding.ENGINES: "the engines are full",
-    Binding.STALENESS: "the staleness gate holds generation back",
-    Binding.STRAGGLERS: "batches wait for stragglers",
-    Binding.PACING: "pacing holds generation back",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -171,7 +133,11 @@ class Prediction:
     engine_idle: float
     """Shares of the time; engines are idle when no request is in flight."""
     longest_trained_share: float | None
-    """Of the longest 5 % of the rollouts, the share trained."""
+    """Of the longest 5 % of the rollouts, the share trained, trimmed or not."""
+    longest_5pct_trained_token_share: float | None
+    """Of the tokens of the longest 5 % of the rollouts, the share trained: what trimming leaves."""
+    updating_share: float
+    """Of the time, from a version announced to all engines serving it."""
     load: float
     """Mean running requests per engine."""
     binding: Binding
@@ -186,50 +152,6 @@ class Prediction:
             name: getattr(self, name) for name in self.__dataclass_fields__ if name != "setting"
         }
         return {**row, **rest}
-
-
-@dataclass(slots=True)
-class _Window:
-    """What is seen of a simulated run between its warm-up and its end."""
-
-    first: int
-    last: int
-    deadline: float
-    rows: list[Mapping[str, Any]] = field(default_factory=list)
-    started_at: float = 0.0
-    waits: Counter[str] = field(default_factory=Counter)
-    loads: list[int] = field(default_factory=list)
-    max_load: int = 0
-    end: asyncio.Event = field(default_factory=asyncio.Event)
-    step_seconds: float = 0.0
-
-    def emit(self, row: Mapping[str, Any]) -> None:
-        """A MetricsSink that keeps the step rows."""
-        if row["kind"] != "step":
-            return
-        self.step_seconds = row["step_seconds"]
-        if row["step"] < self.first:
-            self.started_at = row["time"]
-        elif not self.end.is_set():
-            self.rows.append(row)
-        if row["step"] >= self.last or time.monotonic() > self.deadline:
-            self.end.set()
-
-    async def watch(self, run: Orchestrator) -> None:
-        """Look at what holds admission back, several times a step."""
-        pause = 1e-3
-        while True:
-            # Nobody knows how long a step is before the first one has ended.
-            pause = self.step_seconds / LOOKS_PER_STEP or 2 * pause
-            await asyncio.sleep(pause)
-            engines = await run.engine.statistics()
-            running = [one.num_running for one in engines.values()]
-            self.max_load = max(self.max_load, *running)
-            if not self.rows:
-                continue
-            self.loads += running
-            wait = run.waits.current.get("submission")
-            self.waits[_held_by(wait.what if wait else "")] += 1
 
 
 def predict(
@@ -269,7 +191,7 @@ def predict(
     deadline = time.monotonic() + seconds
 
     async def main() -> Prediction | None:
-        window = _Window(first=warm_up, last=warm_up + num_steps - 1, deadline=deadline)
+        window = Window(first=warm_up, last=warm_up + num_steps - 1, deadline=deadline)
         low = PacingState(needs=(2 * planned.rollout.consumer_batch_size,))
         orchestrator = build_simulation(planned, metrics=window, pacing=low)
         running = asyncio.create_task(orchestrator.run())
@@ -307,7 +229,7 @@ def _reason(outcome: object) -> str:
 def _prediction(
     config: Config,
     setting: Setting,
-    window: _Window,
+    window: Window,
     run: Orchestrator,
     engine_idle: float,
     loads: tuple[float, float] | None,
@@ -320,12 +242,15 @@ def _prediction(
     ages = np.repeat(list(tokens), list(tokens.values())) if tokens else np.zeros(1, int)
     heads = [row["age"]["head_mean"] for row in rows if row["age"]["head_mean"] is not None]
     busy = total["train_seconds"] + total["publish_seconds"] + total["trainer_idle_seconds"]
-    trainer_idle = total["trainer_idle_seconds"] / busy if busy else 1.0
+    trainer_idle = total["trainer_idle_seconds"] / busy if busy else 0.0
     dropped = sum(sum(row["dropped"].values()) for row in rows)
     held = total["held_seconds"] / len(rows)
     step_seconds = (rows[-1]["time"] - window.started_at) / len(rows)
-    load = float(np.mean(window.loads)) if window.loads else 0.0
-    binding, evidence = _binding(config, window, trainer_idle, held, step_seconds)
+    load = window.load
+    updating = total["sync_seconds"] / len(rows) / step_seconds if step_seconds else 0.0
+    updating = min(updating, 1.0)
+    binding, evidence = binding_of(config, window, trainer_idle, held, step_seconds, updating)
+    bias = run.train_sink.bias
     return Prediction(
         setting=setting,
         num_steps=len(rows),
@@ -341,7 +266,9 @@ def _prediction(
         held_seconds=held,
         trainer_idle=trainer_idle,
         engine_idle=engine_idle,
-        longest_trained_share=run.train_sink.bias.longest_trained_share,
+        longest_trained_share=bias.longest_trained_share,
+        longest_5pct_trained_token_share=bias.summary().get("longest_5pct_trained_token_share"),
+        updating_share=updating,
         load=load,
         binding=binding,
         evidence=evidence,
@@ -355,46 +282,8 @@ _SUMMED = (
     "publish_seconds",
     "trainer_idle_seconds",
     "held_seconds",
+    "sync_seconds",
     "num_samples",
     "num_tokens",
     "tokens_trimmed",
 )
-
-
-def _held_by(what: str) -> str:
-    """What held admission back, from the words of the wait board."""
-    for words, kind in (
-        ("max_concurrent_rollouts", Binding.CONCURRENCY),
-        ("max_head_offpolicyness", Binding.STALENESS),
-        ("to be served", Binding.STALENESS),
-        ("pacing", Binding.PACING),
-    ):
-        if words in what:
-            return kind
-    return ""
-
-
-def _binding(
-    config: Config, window: _Window, trainer_idle: float, held: float, step_seconds: float
-) -> tuple[Binding, str]:
-    idle = f"trainer idle {100 * trainer_idle:.0f} %"
-    if trainer_idle < BUSY:
-        return Binding.TRAINER, idle
-    if held > 0.5 * trainer_idle * step_seconds:
-        return Binding.STRAGGLERS, f"{idle}, full batches held {held:.2g} s a step"
-    stated = config.simulate
-    load = float(np.mean(window.loads)) if window.loads else 0.0
-    if stated.rollout_tokens is not None and window.loads:
-        curve = curve_of(stated.engine.throughput)
-        most = curve(stated.engine.slots)
-        use = float(np.mean([curve(one) for one in window.loads])) / most
-        if use >= SATURATED:
-            return Binding.ENGINES, f"{idle}, engines at {100 * use:.0f} % of their speed"
-    looks = sum(window.waits.values())
-    held_by = {kind: window.waits[kind] / max(looks, 1) for kind in Binding}
-    kind = max(held_by, key=lambda one: held_by[one])
-    if not held_by[kind]:
-        kind = Binding.ENGINES
-        return kind, f"{idle}, {load:.3g} requests run per engine"
-    share = f"admission held back by it {100 * held_by[kind]:.0f} % of the time"
-    return kind, f"{idle}, {share}"

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from headway.config import Preset
 from headway.core.bound import OverBound
-from headway.sim.predict import BINDING_TEXT, Binding, Prediction, Setting
+from headway.sim.binding import BINDING_TEXT, Binding
+from headway.sim.predict import Prediction, Setting
 
 if TYPE_CHECKING:
     from headway.sim.plan import Plan

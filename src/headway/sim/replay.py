@@ -33,7 +33,7 @@ from headway.errors import EngineError, EnvironmentFailure, FailureClass, RunDir
 from headway.loop.orchestrator import Orchestrator, Ports
 from headway.loop.rollout_runner import SampleRequest
 from headway.loop.signal import Signal
-from headway.loop.trace import DECISIONS
+from headway.loop.trace import DECISIONS, digest_of
 from headway.ports import PublishedWeights
 from headway.sim.clock import run_virtual
 from headway.sim.trainer import RowList
@@ -72,24 +72,32 @@ def replay(run_dir: Path) -> ReplayResult:
     paths = RunDir(run_dir)
     rows = read_trace(run_dir)
     config = load_config(paths.config, [])
-    recorded_hash = None
-    if paths.summary.exists():
-        recorded_hash = msgspec.json.decode(paths.summary.read_bytes()).get("trace_hash")
-    return replay_rows(config, rows, recorded_hash)
+    return replay_rows(config, rows, _recorded_hash(paths.summary))
+
+
+def _recorded_hash(summary: Path) -> str | None:
+    if not summary.exists():
+        return None
+    try:
+        return msgspec.json.decode(summary.read_bytes(), type=dict[str, Any]).get("trace_hash")
+    except msgspec.DecodeError as error:
+        raise RunDirError(
+            f"{summary} cannot be read: {error}; move it away to go without"
+        ) from error
 
 
 def read_trace(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of `trace.jsonl`; a last line that a kill cut off is left out.
 
     Raises:
-        RunDirError: there is none, or a line in the middle is broken.
+        RunDirError: there is none, it is empty, or a line in the middle is broken.
     """
     path = RunDir(run_dir).trace
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise RunDirError(
-            f"{run_dir} holds no trace to replay ({path.name}: {error.strerror}); give the folder "
+            f"{run_dir} holds no trace of a run ({path.name}: {error.strerror}); give the folder "
             "that `run.dir` names"
         ) from error
     rows = []
@@ -97,11 +105,16 @@ def read_trace(run_dir: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            rows.append(msgspec.json.decode(line))
+            row = msgspec.json.decode(line, type=dict[str, Any])
+            if not isinstance(row.get("t"), float | int) or not isinstance(row.get("e"), str):
+                raise msgspec.ValidationError("a row needs the keys t and e")
+            rows.append(row)
         except msgspec.DecodeError as error:
             if number == len(lines):
                 break
             raise RunDirError(f"{path}, line {number}: {error}") from error
+    if not rows:
+        raise RunDirError(f"{path} is empty: the run recorded nothing, or its trace was lost")
     return rows
 
 
@@ -123,7 +136,7 @@ def replay_rows(
         return await driver.run()
 
     stuck, replayed_hash = run_virtual(main())
-    found = (_first_difference(rows, replayed.rows), stuck)
+    found = (_damage(rows, recorded_hash), _first_difference(rows, replayed.rows), stuck)
     return ReplayResult(
         num_inputs=sum(1 for row in rows if row["e"] not in DECISIONS),
         num_decisions=sum(1 for row in rows if row["e"] in DECISIONS),
@@ -319,6 +332,19 @@ def _tasks(rows: Sequence[Row]) -> Iterator[Task]:
         if row["e"] == "admitted" and row["position"] not in seen:
             seen.add(row["position"])
             yield Task(env=row["env"], key=row["key"], position=row["position"], data={})
+
+
+def _damage(rows: Sequence[Row], recorded_hash: str | None) -> str | None:
+    """What is wrong with a trace that does not hold the decisions of the run's own summary."""
+    if recorded_hash is None:
+        return None
+    decisions = [row for row in rows if row["e"] in DECISIONS]
+    if digest_of(decisions) == recorded_hash:
+        return None
+    return (
+        f"the trace is not that of the summary: rows were lost or changed (it holds "
+        f"{len(decisions):,} decisions, to {rows[-1]['t']:.3f} s)"
+    )
 
 
 def _first_difference(recorded: Sequence[Row], replayed: Sequence[Row]) -> str | None:

@@ -127,18 +127,19 @@ def percent(part: float, whole: float | None) -> str:
 
 
 def bias_line(summary: Row) -> str:
-    """How what was trained differs from what was dispatched; empty when it does not."""
+    """How what was trained differs from what was dispatched."""
     bias = section(summary, "bias")
     longest = number(bias, "longest_5pct_trained_share")
-    of_all, trained = (number(bias, "tokens_mean", who) for who in ("dispatched", "trained"))
-    if longest is None or of_all is None or trained is None:
+    of_tokens = number(bias, "longest_5pct_trained_token_share")
+    lengths = [number(bias, "tokens_mean", who) for who in ("dispatched", "trained", "in_loss")]
+    if longest is None or None in lengths:
         return ""
-    if longest == 1 and of_all == trained:
-        return ""
-    return (
-        f"trained rollouts {count(trained)} tokens long, dispatched {count(of_all)}; "
-        f"{share(longest)} of the longest 5 % trained"
-    )
+    of_all, trained, in_loss = (count(one) for one in lengths)
+    line = f"trained rollouts {trained} tokens long"
+    if in_loss != trained:
+        line += f", {in_loss} of them in the loss"
+    line += f"; dispatched {of_all}; {share(longest)} of the longest 5 % trained"
+    return line + ("" if of_tokens in (None, 1) else f", with {share(of_tokens)} of their tokens")
 
 
 def _samples(summary: Row) -> str:
