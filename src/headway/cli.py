@@ -10,7 +10,7 @@ import json as json_module
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headway.config import Config
+    from headway.sim.plan import Plan
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
 """Set to 1, it shows the traceback of errors that are otherwise one line."""
@@ -140,10 +141,14 @@ def plan(
     jobs: Annotated[int, Parameter(help="Processes; 0: one per CPU core.")] = 0,
     plot: Annotated[
         Path | None,
-        Parameter(help="Where to draw; by default plan.png in the run directory, or here."),
+        Parameter(
+            help="Where to draw, .png or .svg (both are); by default plan.png in the run "
+            "directory, or beside the file."
+        ),
     ] = None,
     write: Annotated[
-        Path | None, Parameter(help="Write the recommendation to this file, as YAML.")
+        Path | None,
+        Parameter(help="Write a configuration with the recommendation in it, ready to be run."),
     ] = None,
     workload: Annotated[
         Path | None,
@@ -170,36 +175,70 @@ def plan(
 
     headway plan examples/demo.yaml --budget 20 --write recommended.yaml
     """
-    if budget <= 0 or jobs < 0:
+    if not 0 < budget < float("inf") or jobs < 0:
         raise ConfigError(
-            f"--budget {budget:g} --jobs {jobs}: give a budget above 0 s, and no negative number "
-            "of processes"
+            f"--budget {budget:g} --jobs {jobs}: give a number of seconds above 0, and no negative "
+            "number of processes"
         )
-    from headway.config.file import dump_config
     from headway.sim.plan import plan as find_plan
     from headway.sim.ranking import Objective
-    from headway.views.plan import PlanProgress, block_text, plan_text, write_plot
+    from headway.views.plan import PLOT_KINDS, PlanProgress, plan_text
 
+    if plot is not None and plot.suffix.lower() not in PLOT_KINDS:
+        raise ConfigError(f"--plot {plot}: the name must end in {' or '.join(PLOT_KINDS)}")
+    plot = plot or (source if source.is_dir() else source.parent) / "plan.png"
+    for option, file in (("plot", plot), ("write", write), ("workload", workload)):
+        if file is not None and source.exists():  # else the source is what is wrong
+            _check_writable(file, f"--{option} {file}")
     console = _console(to_stderr=json)
     if not console.is_terminal:
         console.width = max(console.width, 100)  # a file has room for the table
-    with PlanProgress(None if quiet else console) as progress:
+    shown = console if console.is_terminal else _console(to_stderr=True)
+    with PlanProgress(None if quiet else shown) as progress:
         found = find_plan(
             source, objective=Objective(objective), budget=budget, jobs=jobs, progress=progress
         )
-    drawn = write_plot(found, plot or (source if source.is_dir() else Path()) / "plan.png")
+    if json:
+        print(json_module.dumps({**found.as_dict(), "plot": str(plot)}, indent=2))
+    else:
+        console.print(plan_text(found))
+    for line in _write_plan(found, source, plot=plot, write=write, workload=workload):
+        if not json:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return INTERRUPTED if found.is_interrupted else 0
+
+
+def _check_writable(file: Path, what: str) -> None:
+    """Refuse a file that cannot be written, before anything expensive is done for it."""
+    folder = file.parent
+    reason = None
+    if file.is_dir():
+        reason = "is a folder; give the name of a file"
+    elif not folder.is_dir():
+        reason = f"there is no folder {folder}"
+    elif not os.access(file if file.exists() else folder, os.W_OK):
+        reason = "no permission to write there; give another place"
+    if reason is not None:
+        raise ConfigError(f"{what}: {reason}")
+
+
+def _write_plan(
+    found: "Plan", source: Path, *, plot: Path, write: Path | None, workload: Path | None
+) -> Iterator[str]:
+    """Write the files of a plan that has been printed; a line about each. Raises OSError."""
+    from headway.config.file import dump_config, load_config
+    from headway.store.run_dir import RunDir
+    from headway.views.plan import write_plot, written_config
+
+    yield f"{'file':<10}{write_plot(found, plot)}"
     if write is not None:
-        write.write_text(block_text(found.recommended.setting), encoding="utf-8")
+        own = load_config(RunDir(source).config if source.is_dir() else source)
+        config = written_config(found, own, write.name)
+        write.write_text(dump_config(config), encoding="utf-8")
+        yield f"{'file':<10}{write} (headway run {write}, headway simulate {write})"
     if workload is not None:
         workload.write_text(dump_config(found.config), encoding="utf-8")
-    if json:
-        print(json_module.dumps({**found.as_dict(), "plot": str(drawn)}, indent=2))
-        return 0
-    console.print(plan_text(found))
-    for file in (drawn, write, workload):
-        if file is not None:
-            console.print(f"{'file':<10}{file}", markup=False, highlight=False)
-    return 0
+        yield f"{'file':<10}{workload} (headway simulate {workload})"
 
 
 @app.command(sort_key=6)

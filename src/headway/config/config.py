@@ -286,6 +286,8 @@ class Config(Section):
             found.append(f"rollout.window has no effect with order: {bound.order}")
         if rollout.wait_seconds is not None and not bound.waits:
             found.append("rollout.wait_seconds has no effect: no environment has over_bound: wait")
+        if "after_wait" in rollout.model_fields_set and rollout.wait_seconds is None:
+            found.append("rollout.after_wait has no effect without rollout.wait_seconds")
         if rollout.max_batches_ahead > bound.max_age:
             found.append(
                 f"rollout.max_batches_ahead ({rollout.max_batches_ahead}) acts as S = "

@@ -66,11 +66,18 @@ def fit_run(run_dir: Path) -> Fit:
     """Read a run directory, of a finished run or not, and fit a workload to it.
 
     Raises:
-        RunDirError: there is no trace, or it holds fewer than `MIN_STEPS` trained batches.
+        RunDirError: there is no run, or its trace holds fewer than `MIN_STEPS` trained batches.
         ConfigError: its configuration cannot be read.
     """
+    where = RunDir(run_dir)
+    for file in (where.config, where.trace):
+        if not file.exists():
+            raise RunDirError(
+                f"{run_dir} holds no run to plan on: there is no {file.name} in it; give the "
+                "folder that `run.dir` of a run names, or a YAML file that states a workload"
+            )
     rows = read_trace(run_dir)
-    config = load_config(RunDir(run_dir).config)
+    config = load_config(where.config)
     record = _Record.of(rows)
     num_steps = len(record.served)
     if num_steps < MIN_STEPS or not record.rollouts:

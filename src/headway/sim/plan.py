@@ -3,47 +3,52 @@
 Three rounds, from coarse to fine. The *survey* simulates many settings of `S` and concurrency
 briefly under the recommended policy. *Variants* of the best of them, and of the setting in force,
 change the policy or the number of engines. The best of all are *confirmed* by longer simulations,
-and only these can be recommended. All settings meet the same rollouts (`sim/workload.py`), so that
-small differences between them mean something.
+and then whatever would still beat the best of these, until nothing does: only confirmed settings
+are recommended. All settings meet the same rollouts (`sim/workload.py`), so that small differences
+between them mean something.
 
-The result depends on the workload, the seed and the objective alone, unless the time budget cuts
-the search off, which the plan then says.
+Each round has its part of the budget; what one could not do is made up for at the end. The result
+depends on the workload, the seed and the objective alone, unless the budget cut a round short.
 """
 
 import dataclasses
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from enum import StrEnum
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from headway.config import PRESETS, Config, Preset
+from headway.config import Config
 from headway.config.file import load_config
-from headway.core.bound import OverBound
-from headway.core.order import Order
-from headway.core.pacing import Pacing
 from headway.errors import ConfigError, RunDirError
 from headway.sim.fit import Fit, fit_run
+from headway.sim.grid import presets_of, survey, variants
 from headway.sim.predict import Prediction, Setting, predict
-from headway.sim.ranking import TOLERANCE, Objective, candidates, pareto_front, ranked, reasons
-
-AGES = (4, 1, 8, 2, 6, 0, 3)
-"""`S` in the survey, beside the one in force; those that tell most come first, in case that the
-budget ends."""
-
-FILLS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
-"""Concurrency in the survey, in batches; at most `S + 1` of them have an effect."""
+from headway.sim.ranking import (
+    TOLERANCE,
+    Objective,
+    candidates,
+    pareto_front,
+    ranked,
+    reasons,
+    rivals,
+)
 
 SURVEY_ROLLOUTS, CONFIRM_ROLLOUTS = 1500, 12_000
 """About as many rollouts are measured in each simulation, but at least `MIN_STEPS` steps."""
 MIN_STEPS, MAX_STEPS = 8, 200
 
 NUM_VARIED, NUM_CONFIRMED = 2, 8
-"""Settings whose variants are tried, and settings that are simulated at length."""
+"""Settings whose variants are tried, and settings that are simulated at length at once."""
+
+NUM_AT_ONCE = 4
+"""Settings that are tried between two looks at the result; the same on any number of cores."""
 
 ProgressCallback = Callable[["Progress"], None]
 
@@ -54,11 +59,13 @@ class Round(StrEnum):
     SURVEY = "survey"
     VARIANTS = "variants"
     CONFIRM = "confirm"
+    REST = "rest"
+    """What the first two had no time for."""
 
     @property
     def ends_at(self) -> float:
         """The part of the budget at which it ends, whatever it has left."""
-        return {Round.SURVEY: 0.4, Round.VARIANTS: 0.6, Round.CONFIRM: 1.0}[self]
+        return {Round.SURVEY: 0.4, Round.VARIANTS: 0.6}.get(self, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +89,17 @@ class Plan:
     """None for a stated workload."""
     objective: Objective
     rows: tuple[Prediction, ...]
+    confirmed: frozenset[Setting]
+    """Simulated at length; all others only briefly."""
+    rivals: frozenset[Setting]
+    """Simulated briefly, and would change the recommendation; empty unless the budget ended."""
     front: frozenset[Setting]
-    """Settings than which none is both faster and younger, at the present number of engines."""
+    """Of those simulated at length at the present number of engines: none is both faster and
+    younger."""
     current: Prediction | None
     """The setting in force; None when the budget ended before it was simulated."""
+    failure: str | None
+    """What went wrong when the setting in force was simulated at length."""
     recommended: Prediction
     why: tuple[str, ...]
     """One sentence each."""
@@ -93,6 +107,8 @@ class Plan:
     seconds: float
     is_complete: bool
     """Whether the budget sufficed."""
+    is_interrupted: bool = False
+    """Whether Ctrl-C ended the search."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -106,15 +122,22 @@ class Plan:
             "recommended": self.recommended.as_row(),
             "block": self.recommended.setting.block(),
             "current": self.current and self.current.as_row(),
+            "failure": self.failure,
             "why": list(self.why),
             "settings": [
-                {**row.as_row(), "is_on_front": row.setting in self.front} for row in self.rows
+                {
+                    **row.as_row(),
+                    "is_on_front": row.setting in self.front,
+                    "is_confirmed": row.setting in self.confirmed,
+                }
+                for row in self.rows
             ],
             "fit": fit,
             "workload": self.config.simulate.model_dump(mode="json"),
             "num_simulations": self.num_simulations,
             "seconds": self.seconds,
             "is_complete": self.is_complete,
+            "is_interrupted": self.is_interrupted,
         }
 
 
@@ -149,72 +172,31 @@ def plan(
         jobs: processes; 0: one per CPU core, at most 8.
         effort: makes all simulations this much longer.
 
+    Ctrl-C ends the search, and the plan is made of what was found.
+
     Raises:
         RunDirError, ConfigError: as `read_source`; or nothing could be simulated in the budget.
+        KeyboardInterrupt: nothing had been found yet.
     """
     config, fit = read_source(source)
     jobs = jobs or min(os.cpu_count() or 1, 8)
-    with _Search(config, fit, budget, jobs, effort, progress) as search:
-        current = Setting.of(config)
-        search.run(Round.SURVEY, [current, *_survey(config)])
-        varied = candidates(search.found(), current, objective)[:NUM_VARIED]
-        variants = [
-            one for base in {current: 0, **dict.fromkeys(varied)} for one in _variants(base)
-        ]
-        search.run(Round.VARIANTS, variants)
-        best = candidates(search.found(), current, objective)[:NUM_CONFIRMED]
-        search.run(Round.CONFIRM, [*dict.fromkeys([current, *best])])
-        if current not in search.results and search.refused:
-            raise ConfigError(f"{source}: {search.refused[min(search.refused)]}")
+    with _Search(config, fit, objective, budget, jobs, effort, progress) as search:
+        try:
+            search.run_rounds()
+        except KeyboardInterrupt:
+            search.is_interrupted = True
+            if not search.results:
+                raise
+        current = search.current
+        if search.refused and (current not in search.results or not search.confirmed):
+            reason = search.refused.get(current) or search.refused[min(search.refused)]
+            raise ConfigError(f"{source}: {reason}")
         if not search.results:
             raise ConfigError(
                 f"{source}: not one simulation ended within {budget:g} s; raise --budget, or plan "
                 "on a smaller rollout.consumer_batch_size or group_size"
             )
-        return _conclude(source, search, objective)
-
-
-# --- settings to try ------------------------------------------------------------------------------
-
-
-def _survey(config: Config) -> Iterator[Setting]:
-    """`S` and concurrency under the recommended policy, what matters most first."""
-    current = Setting.of(config)
-    preset = PRESETS[Preset.RECOMMENDED]
-    policy: dict[str, Any] = {**preset, "window": None}
-    if not config.engine.stamps_tokens:
-        policy["over_bound"] = OverBound.DROP
-    batch_size = config.rollout.consumer_batch_size
-    sizes = sorted({max(round(fill * batch_size), 1) for fill in FILLS} | {current.max_concurrent})
-    ages = [*dict.fromkeys([*AGES, current.max_head_offpolicyness])]
-    # First each S with as much in flight as it can use, then with less.
-    grid = [(age, (age + 1) * batch_size) for age in ages]
-    grid += [(age, size) for size in sizes for age in ages if size < (age + 1) * batch_size]
-    for age, size in grid:
-        yield dataclasses.replace(
-            current, max_head_offpolicyness=age, max_concurrent=size, **policy
-        )
-
-
-def _variants(base: Setting) -> Iterator[Setting]:
-    """The same `S` and concurrency under other policies, and with other numbers of engines."""
-    for preset in PRESETS.values():
-        yield dataclasses.replace(base, window=None, **dict(preset))  # type: ignore[arg-type]
-    for name, value in (
-        ("pacing", Pacing.FILL),
-        ("pacing", Pacing.JUST_IN_TIME),
-        ("order", Order.COMPLETION),
-        ("order", Order.OLDEST_FIRST),
-        ("over_bound", OverBound.WAIT),
-        ("over_bound", OverBound.TRIM),
-    ):
-        changed: dict[str, Any] = {name: value}
-        if name == "order":
-            changed["window"] = None
-        yield dataclasses.replace(base, **changed)
-    yield dataclasses.replace(base, engines=2 * base.engines)
-    if base.engines > 1:
-        yield dataclasses.replace(base, engines=base.engines // 2)
+        return _conclude(source, search)
 
 
 # --- the search -----------------------------------------------------------------------------------
@@ -226,6 +208,7 @@ class _Search:
 
     config: Config
     fit: Fit | None
+    objective: Objective
     budget: float
     jobs: int
     effort: float
@@ -233,25 +216,77 @@ class _Search:
     results: dict[Setting, Prediction] = field(default_factory=dict)
     confirmed: set[Setting] = field(default_factory=set)
     refused: dict[Setting, str] = field(default_factory=dict)
+    skipped: dict[Setting, None] = field(default_factory=dict)
+    """What a round had no time for, in its order."""
     num_simulations: int = 0
-    is_complete: bool = True
+    was_cut_off: bool = False
+    """Whether a simulation was, by the end of the budget."""
+    is_interrupted: bool = False
+    _children: frozenset[BaseProcess] = field(default_factory=lambda: frozenset(active_children()))
+    """Processes of somebody else."""
     _started_at: float = field(default_factory=time.monotonic)
     _pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "_Search":
         if self.jobs > 1:
             # A fresh process: a fork would copy whatever threads the caller has, half of them.
-            self._pool = ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn"))
+            # Ctrl-C goes to all processes of a terminal, and one of them has to answer it.
+            self._pool = ProcessPoolExecutor(
+                self.jobs,
+                mp_context=get_context("spawn"),
+                initializer=signal.signal,
+                initargs=(signal.SIGINT, signal.SIG_IGN),
+            )
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, *error: object) -> None:
+        if self._pool is None:
+            return
+        if self.is_interrupted or error[0] is not None:  # nobody waits for what still runs
+            for process in {*active_children()} - self._children:
+                process.terminate()
+        self._pool.shutdown(cancel_futures=True)
 
     @property
     def seconds(self) -> float:
         """Wall time so far."""
         return time.monotonic() - self._started_at
+
+    @property
+    def current(self) -> Setting:
+        """The setting in force."""
+        return Setting.of(self.config)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing was left out for want of time."""
+        return not (self.is_interrupted or self.was_cut_off or self.skipped or self.rivals())
+
+    def run_rounds(self) -> None:
+        """Survey, variants, confirmation; then what was left out, and what could still win."""
+        current = self.current
+        self.run(Round.SURVEY, [current, *survey(self.config)])
+        self.run(Round.VARIANTS, self._variants())
+        best = candidates(self.found(), current, self.objective)[:NUM_CONFIRMED]
+        self.run(Round.CONFIRM, [current, *best, *presets_of(current)])
+        while self.seconds < self.budget:
+            if rivals := self.rivals():
+                self.run(Round.CONFIRM, rivals[:NUM_AT_ONCE])
+            elif self.skipped:
+                self.run(Round.REST, [*self.skipped][:NUM_AT_ONCE])
+            else:
+                return
+
+    def _variants(self) -> list[Setting]:
+        varied = candidates(self.found(), self.current, self.objective)[:NUM_VARIED]
+        bases = {self.current: 0, **dict.fromkeys(varied)}
+        return [one for base in bases for one in variants(base)]
+
+    def rivals(self) -> list[Setting]:
+        """What to confirm before anything can be recommended, the most promising first."""
+        same = [row for row in self.found() if row.setting.engines == self.current.engines]
+        found = rivals(same, self.confirmed, self.objective)
+        return [setting for setting in found if setting not in self.refused]
 
     def found(self) -> list[Prediction]:
         """What every setting came to, in a fixed order."""
@@ -261,6 +296,7 @@ class _Search:
         """Simulate them, or what the budget allows, the first ones first."""
         is_long = what is Round.CONFIRM
         known = self.confirmed if is_long else self.results.keys()
+        known = known | self.refused.keys()
         waiting = [one for one in dict.fromkeys(settings) if one not in known][::-1]
         total, done = len(waiting), 0
         limit = what.ends_at * self.budget
@@ -268,9 +304,10 @@ class _Search:
         while waiting or running:
             while waiting and len(running) < self.jobs and self.seconds < limit:
                 setting = waiting.pop()
+                self.skipped.pop(setting, None)
                 running[self._submit(setting, is_long)] = setting
             if not running:
-                self.is_complete = False
+                self.skipped.update(dict.fromkeys([] if is_long else waiting[::-1]))
                 return
             ended, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
@@ -305,8 +342,9 @@ class _Search:
         except ConfigError as error:
             self.refused[setting] = str(error)
             return
+        if found is None or found.num_steps < self._num_steps(is_long):
+            self.was_cut_off = True
         if found is None:
-            self.is_complete = False
             return
         before = self.results.get(setting)
         if before is None or found.num_steps >= before.num_steps:
@@ -318,25 +356,33 @@ class _Search:
 # --- the result ---------------------------------------------------------------------------------
 
 
-def _conclude(source: Path, search: _Search, objective: Objective) -> Plan:
-    current_setting = Setting.of(search.config)
-    same = [row for row in search.found() if row.setting.engines == current_setting.engines]
-    others = [row for row in search.found() if row.setting.engines != current_setting.engines]
+def _conclude(source: Path, search: _Search) -> Plan:
+    objective, engines = search.objective, search.current.engines
+    same = [row for row in search.found() if row.setting.engines == engines]
+    others = [row for row in search.found() if row.setting.engines != engines]
     confirmed = [row for row in same if row.setting in search.confirmed] or same
-    recommended = ranked(confirmed, objective, TOLERANCE)[0]
-    rest = [row for row in ranked(same, objective, TOLERANCE) if row is not recommended]
+    brief = [row for row in same if row not in confirmed]
+    sure = ranked(confirmed, objective, TOLERANCE)
     result = Plan(
         source=str(source),
         config=search.config,
         fit=search.fit,
         objective=objective,
-        rows=(recommended, *rest, *ranked(others, objective, TOLERANCE)),
-        front=frozenset(row.setting for row in pareto_front(same)),
-        current=search.results.get(current_setting),
-        recommended=recommended,
+        rows=tuple(row for rows in (sure, *_ranked(objective, brief, others)) for row in rows),
+        confirmed=frozenset(search.confirmed),
+        rivals=frozenset(search.rivals()) if search.confirmed else frozenset(),
+        front=frozenset(row.setting for row in pareto_front(confirmed)),
+        current=search.results.get(search.current),
+        failure=search.refused.get(search.current),
+        recommended=sure[0],
         why=(),
         num_simulations=search.num_simulations,
         seconds=search.seconds,
         is_complete=search.is_complete,
+        is_interrupted=search.is_interrupted,
     )
     return dataclasses.replace(result, why=tuple(reasons(result, confirmed, others)))
+
+
+def _ranked(objective: Objective, *parts: Sequence[Prediction]) -> Iterator[list[Prediction]]:
+    return (ranked(rows, objective, TOLERANCE) for rows in parts)

@@ -1,7 +1,7 @@
 """Which of the simulated settings is best, and why."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,10 @@ SLACK = 0.04
 """The same after a short simulation, for what is worth a longer one."""
 NOTABLE = 0.02
 """The share of trimmed tokens from which on it is said."""
+MUCH_TRIMMED = 0.2
+"""The share of trimmed tokens from which on the recommendation warns of it."""
+FASTER = 0.002
+"""A step time less this share shorter is no other step time."""
 LONGEST_TRAINED = 0.95
 """The least share of the longest 5 % that a recommended setting trains."""
 
@@ -54,7 +58,9 @@ def is_sound(row: Prediction) -> bool:
 def ranked(rows: Sequence[Prediction], objective: Objective, slack: float) -> list[Prediction]:
     """The best first. Only rows with the same number of engines can be compared like this.
 
-    Ages are compared to a tenth of a version; then fewer trimmed tokens, then fewer in flight win.
+    Ages are compared to a tenth of a version; then fewer trimmed tokens (to a per cent), then fewer
+    in flight win. But a setting never comes before a sound one that beats it (`beats`) and trims no
+    more.
 
     Args:
         slack: a step time this share above the shortest is as good.
@@ -64,7 +70,8 @@ def ranked(rows: Sequence[Prediction], objective: Objective, slack: float) -> li
     def key(row: Prediction) -> tuple[Any, ...]:
         setting = row.setting
         is_odd = setting.policy != Preset.RECOMMENDED
-        last = (row.trimmed_share, setting.max_concurrent, is_odd, setting)
+        trimmed = round(row.trimmed_share, 2)
+        last = (trimmed, setting.max_concurrent, is_odd, row.trimmed_share, setting)
         age, step = round(row.head_age_mean, 1), row.step_seconds
         match objective:
             case Objective.BALANCED:
@@ -76,7 +83,55 @@ def ranked(rows: Sequence[Prediction], objective: Objective, slack: float) -> li
                 first = (age, step)
         return (not is_sound(row), *first, *last)
 
-    return sorted(rows, key=key)
+    result: list[Prediction] = []
+    for row in sorted(rows, key=key):
+        # Beating is transitive, so whoever must come later is found by looking from the end.
+        at = len(result)
+        for index in range(len(result) - 1, -1, -1):
+            if is_sound(row) and beats(row, result[index]) and _trims_no_more(row, result[index]):
+                at = index
+        result.insert(at, row)
+    return result
+
+
+def beats(one: Prediction, other: Prediction) -> bool:
+    """Whether it is no slower and no older, and one of the two is better, as far as tables show:
+    three digits of the step time, hundredths of a version."""
+    first, second = _shown(one), _shown(other)
+    return first != second and all(a <= b for a, b in zip(first, second, strict=True))
+
+
+def _shown(row: Prediction) -> tuple[float, float]:
+    return float(f"{row.step_seconds:.3g}"), round(row.head_age_mean, 2)
+
+
+def _trims_no_more(one: Prediction, other: Prediction) -> bool:
+    return round(one.trimmed_share, 2) <= round(other.trimmed_share, 2)
+
+
+def rivals(
+    rows: Sequence[Prediction], confirmed: Set[Setting], objective: Objective
+) -> list[Setting]:
+    """Settings that were simulated only briefly, and would change the recommendation if a long
+    simulation came to the same: they would be recommended, beat what is, or be the fastest.
+
+    Args:
+        rows: with the same number of engines.
+        confirmed: what was simulated at length.
+    """
+    sure = [row for row in rows if row.setting in confirmed]
+    unsure = [row for row in rows if row.setting not in confirmed]
+    if not sure:
+        return [row.setting for row in ranked(unsure, objective, TOLERANCE)]
+    best, everything = ranked(sure, objective, TOLERANCE)[0], ranked(rows, objective, TOLERANCE)
+    least = min(row.step_seconds for row in sure) * (1 - FASTER)
+    before = everything[: everything.index(best)]
+    return [
+        row.setting
+        for row in everything
+        if row.setting not in confirmed
+        and (row in before or beats(row, best) or row.step_seconds < least)
+    ]
 
 
 def candidates(rows: Sequence[Prediction], current: Setting, objective: Objective) -> list[Setting]:
@@ -111,37 +166,42 @@ def pareto_front(rows: Sequence[Prediction]) -> list[Prediction]:
 def reasons(
     plan: "Plan", confirmed: Sequence[Prediction], others: Sequence[Prediction]
 ) -> Iterator[str]:
-    """Why this setting, in sentences."""
-    best, current = plan.recommended, plan.current
-    fastest = min(confirmed, key=lambda row: row.step_seconds)
-    behind = best.step_seconds / fastest.step_seconds - 1
-    yield (
-        f"{best.step_seconds:.3g} s a step, {100 * behind:.1f} % behind the fastest simulated "
-        f"({_named(fastest)}), at a mean head age of {best.head_age_mean:.2f}"
-    )
+    """Why this setting, in sentences.
+
+    Args:
+        confirmed: what was compared: settings at the present number of engines.
+        others: settings with another number of engines.
+    """
+    best = plan.recommended
+    fastest = min(confirmed, key=lambda row: (row.step_seconds, row is not best))
+    behind = _change(best.step_seconds, fastest.step_seconds)
+    if fastest is best:
+        yield (
+            f"{best.step_seconds:.3g} s a step, the fastest of the settings that were simulated at "
+            f"length, at a mean head age of {best.head_age_mean:.2f}"
+        )
+    else:
+        yield (
+            f"{best.step_seconds:.3g} s a step, {100 * behind:.1f} % behind the fastest simulated "
+            f"at length ({_named(fastest)}), at a mean head age of {best.head_age_mean:.2f}"
+        )
     yield f"What limits it: {BINDING_TEXT[best.binding]} ({best.evidence})"
     refused = objection(fastest)
     if behind > TOLERANCE and refused is not None:
         yield f"That one is not recommended: it {refused}"
+    yield from _better_ones(best, confirmed)
     if not is_sound(best):
         yield (
             "No setting tried is bounded, discards nothing and trains the longest rollouts: this "
-            "is only the best of the others"
+            f"is only the best of the others. It {objection(best)}"
         )
-    if current is not None and current.setting == best.setting:
-        yield "This is the setting in force: nothing to change"
-    elif current is not None:
-        step = best.step_seconds / current.step_seconds - 1
-        yield (
-            f"Against the setting in force ({_named(current)}): step time {100 * step:+.1f} %, "
-            f"mean head age {current.head_age_mean:.2f} -> {best.head_age_mean:.2f}, "
-            f"guaranteed {_bound(current)} -> {_bound(best)}"
-        )
-    if best.trimmed_share >= NOTABLE:
-        yield f"Its price: {100 * best.trimmed_share:.0f} % of the tokens are trimmed"
+    yield from _against_current(best, plan.current)
+    if plan.failure is not None:
+        yield f"WARNING: the setting in force failed in a longer simulation: {plan.failure}"
+    yield from _trimming(best)
     for row in sorted(others, key=lambda row: row.setting.engines):
         if _same_but_engines(row.setting, best.setting):
-            change = row.step_seconds / best.step_seconds - 1
+            change = _change(row.step_seconds, best.step_seconds)
             yield f"With engine.count {row.setting.engines}: step time {100 * change:+.1f} %"
     if best.binding is Binding.ENGINES:
         yield "More S or concurrency cannot help: only faster or more engines can"
@@ -150,11 +210,83 @@ def reasons(
             "The recorded run never had this many, or this few, requests in flight: what the "
             "engines do then is extrapolated"
         )
-    if not plan.is_complete:
-        yield "The budget ended before the search did: a larger --budget may find better"
+    yield from _doubts(plan)
+
+
+def _better_ones(best: Prediction, confirmed: Sequence[Prediction]) -> Iterator[str]:
+    """What stands in the table as faster and younger, and why it is not recommended."""
+    found = [row for row in confirmed if beats(row, best)]
+    if not found:
+        return
+    row = min(found, key=lambda row: (not is_sound(row), row.head_age_mean, row.step_seconds))
+    why = objection(row) or (
+        f"trims more ({_percent(row.trimmed_share)} of the tokens instead of "
+        f"{_percent(best.trimmed_share)})"
+    )
+    more = f", nor are {len(found) - 1} others like it" if len(found) > 1 else ""
+    yield (
+        f"No slower and no older, but not recommended{more}: {_named(row)} "
+        f"({row.step_seconds:.3g} s, age {row.head_age_mean:.2f}): it {why}"
+    )
+
+
+def _against_current(best: Prediction, current: Prediction | None) -> Iterator[str]:
+    if current is None:
+        return
+    if current.setting == best.setting:
+        yield "This is the setting in force: nothing to change"
+        return
+    step = _change(best.step_seconds, current.step_seconds)
+    yield (
+        f"Against the setting in force ({_named(current)}): step time {100 * step:+.1f} %, "
+        f"mean head age {current.head_age_mean:.2f} -> {best.head_age_mean:.2f}, "
+        f"guaranteed {_bound(current)} -> {_bound(best)}"
+    )
+
+
+def _trimming(best: Prediction) -> Iterator[str]:
+    """The price in tokens, and a warning when it is high: ages cannot show it."""
+    if best.trimmed_share < NOTABLE:
+        return
+    text = f"{_percent(best.trimmed_share)} of the tokens are trimmed"
+    kept = best.longest_5pct_trained_token_share
+    if kept is not None:
+        text += f"; of those of the longest 5 % of the rollouts, {_percent(kept)} are trained"
+    if best.trimmed_share < MUCH_TRIMMED:
+        yield f"Its price: {text}"
+    else:
+        yield (
+            f"WARNING: {text}. They are generated for nothing, most of them the beginnings of long "
+            "rollouts; the age looks low for that reason, too. A higher S trims fewer"
+        )
+
+
+def _doubts(plan: "Plan") -> Iterator[str]:
+    if plan.is_interrupted:
+        yield "The search was interrupted: this is the best of what had been found by then"
+    elif not plan.is_complete:
+        yield (
+            f"The search used its budget up ({plan.seconds:.0f} s) and was not done: a larger "
+            "--budget may find better"
+        )
+    if plan.rivals:
+        several = len(plan.rivals) > 1
+        yield (
+            f"{len(plan.rivals)} setting{'s' * several} looked better in a short simulation (~) "
+            f"and {'were' if several else 'was'} not simulated at length"
+        )
     if plan.fit is not None:
         for note in plan.fit.notes:
             yield f"Fitted to the run: {note}"
+
+
+def _change(new: float, old: float) -> float:
+    """As a share of the old; 0 when there is nothing to compare with."""
+    return new / old - 1 if old else 0.0
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
 
 
 def _same_but_engines(one: Setting, other: Setting) -> bool:
