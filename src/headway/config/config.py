@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from headway.config.base import Count, Device, ImpossibleError, Seconds, Section
 from headway.config.engine import EngineConfig
-from headway.config.rollout import RolloutConfig
+from headway.config.rollout import PRESETS, RolloutConfig
 from headway.config.simulate import SimulateConfig
 from headway.core.advantages import Baseline
 from headway.core.bound import Bound, OverBound
@@ -286,7 +286,11 @@ class Config(Section):
             found.append(f"rollout.window has no effect with order: {bound.order}")
         if rollout.wait_seconds is not None and not bound.waits:
             found.append("rollout.wait_seconds has no effect: no environment has over_bound: wait")
-        if "after_wait" in rollout.model_fields_set and rollout.wait_seconds is None:
+        given = rollout.model_fields_set
+        policy = {name: getattr(rollout, name) for name in PRESETS[rollout.preset]}
+        if {"preset", *policy} <= given and policy != PRESETS[rollout.preset]:
+            found.append(f"rollout.preset has no effect: {', '.join(policy)} are all given")
+        if rollout.after_wait is not OverBound.TRIM and rollout.wait_seconds is None:
             found.append("rollout.after_wait has no effect without rollout.wait_seconds")
         if rollout.max_batches_ahead > bound.max_age:
             found.append(
