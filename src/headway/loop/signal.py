@@ -1,8 +1,7 @@
 """Waiting for a condition without losing a wake-up, and saying what one waits for."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -46,20 +45,33 @@ class Wait:
         return self._what if isinstance(self._what, str) else self._what()
 
 
+class Waiting:
+    """The context of one wait. A class, since the generator of a contextmanager costs twice as much
+    and every rollout passes several."""
+
+    __slots__ = ("_part", "_waits", "_what")
+
+    def __init__(self, waits: dict[str, Wait], part: str, what: str | Callable[[], str]) -> None:
+        self._waits = waits
+        self._part = part
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._waits[self._part] = Wait(self._what, asyncio.get_running_loop().time())
+
+    def __exit__(self, *error: object) -> None:
+        del self._waits[self._part]
+
+
 class WaitBoard:
     """Who waits for whom, right now: what the terminal shows and a stall names."""
 
     def __init__(self) -> None:
         self._waits: dict[str, Wait] = {}
 
-    @contextmanager
-    def waiting(self, part: str, what: str | Callable[[], str]) -> Iterator[None]:
+    def waiting(self, part: str, what: str | Callable[[], str]) -> "Waiting":
         """Around an `await`: `part` waits for `what`."""
-        self._waits[part] = Wait(what, asyncio.get_running_loop().time())
-        try:
-            yield
-        finally:
-            del self._waits[part]
+        return Waiting(self._waits, part, what)
 
     async def until(
         self,

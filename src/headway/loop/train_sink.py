@@ -65,9 +65,10 @@ class TrainSink:
         rewards = group.rewards
         mean = self._reward_sum / self._num_rewards if self._num_rewards else 0.0
         advantages = group_advantages(rewards, self._baseline, mean)
-        self._reward_sum += float(rewards.sum())
-        self._num_rewards += len(rewards)
-        self._judged.extend(rewards.tolist())
+        values = rewards.tolist()
+        self._reward_sum += sum(values)
+        self._num_rewards += len(values)
+        self._judged.extend(values)
         reason = rejection(group, advantages, self._filters)
         self._trace.judged(group.group_id, reason)
         if reason is not None:
