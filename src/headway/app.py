@@ -20,10 +20,10 @@ from headway.config import Config
 from headway.engines.launch import Fleet, start_engines
 from headway.envs.registry import Tasks, load_tasks
 from headway.errors import HeadwayError, TrainerError
-from headway.loop.orchestrator import Orchestrator, Ports
+from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome, outcome_of
 from headway.loop.summary import summarize
-from headway.ports import MetricsSink
+from headway.ports import MetricsSink, Ports
 from headway.processes import ManagedProcess
 from headway.store.run_dir import FanOut, RunDir
 from headway.store.run_store import ParquetRunStore

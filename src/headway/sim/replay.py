@@ -29,12 +29,12 @@ from headway.core.rollout import (
     TrainableGroup,
 )
 from headway.core.versions import VersionRuns
-from headway.errors import EngineError, EnvironmentFailure, FailureClass, RunDirError
-from headway.loop.orchestrator import Orchestrator, Ports
+from headway.errors import EngineError, EnvironmentFailure, FailureClass, RunDirError, StoreError
+from headway.loop.orchestrator import Orchestrator
 from headway.loop.rollout_runner import SampleRequest
 from headway.loop.signal import Signal
 from headway.loop.trace import DECISIONS
-from headway.ports import PublishedWeights
+from headway.ports import Ports, PublishedWeights
 from headway.sim.clock import run_virtual
 from headway.sim.trainer import RowList
 from headway.store.run_dir import RunDir
@@ -261,6 +261,10 @@ class _Driver:
 
     async def write_leftovers(self, groups: Sequence[TrainableGroup]) -> None:
         """They were written by the run."""
+
+    async def read_batch(self, step: int) -> Batch:
+        """A replay begins where its run began."""
+        raise StoreError(f"batch {step} is not in a trace")
 
     async def ship(self, batch: Batch) -> None:
         """The trainer has it."""
