@@ -73,6 +73,7 @@ class Orchestrator:
             before the first version bump, which is how a resume loses its bound.
         pacing: what the controller of `pacing: just_in_time` remembers of the run so far.
         resume: where an earlier life of this run was cut off; instead of `start` and `pacing`.
+        elapsed_seconds: of the run, in earlier lives: the times in all rows go on from there.
         run_sample: plays samples instead of the rollout runner (a replay); then it also says when a
             held batch gives up waiting.
     """
@@ -86,6 +87,7 @@ class Orchestrator:
         check_first_step: bool = True,
         pacing: PacingState | None = None,
         resume: RunState | None = None,
+        elapsed_seconds: float = 0.0,
         run_sample: Callable[[SampleRequest], Awaitable[Group]] | None = None,
     ) -> None:
         rollout = config.rollout
@@ -101,7 +103,7 @@ class Orchestrator:
         self._is_checked = check_first_step
         self._first_taken = num_batches
         self._loop = asyncio.get_running_loop()
-        self.started_at = self._loop.time()
+        self.started_at = self._loop.time() - elapsed_seconds
         self.bound = config.bound
         self.policy = PolicyHandle(start.version)
         self._journal = ports.journal or NoJournal()
@@ -185,7 +187,7 @@ class Orchestrator:
         self.watchdog = Watchdog(
             ledger=self.ledger, waits=self.waits, stall_seconds=config.run.stall_seconds
         )
-        self.log = StepLog(self.ledger, self.started_at, first_step=start.version)
+        self.log = StepLog(self.ledger, self._loop.time(), first_step=start.version)
         self.evals = [EvalResult(**row) for row in resume.evals] if resume else []
         self._failures = FailureGuard(rollout.max_failed_samples)
         self._shipped: dict[int, ShippedBatch] = {}
@@ -326,7 +328,7 @@ class Orchestrator:
             async with asyncio.timeout(window) as self._drain_window:
                 await self.dispatcher.drained()
                 await self._sink_changed.until(lambda: not self.train_sink.is_full)
-                await self.policy.reached(self.ship_gate.num_shipped)
+                await self.policy.reached(self.ship_gate.num_taken)
         except TimeoutError:
             self._event("warning", f"the drain did not end in time: {self.waits.describe()}")
 

@@ -94,6 +94,11 @@ class ShipGate:
         """Batches handed over since version 0."""
 
     @property
+    def num_taken(self) -> int:
+        """Batches handed over, and the one that is being written."""
+        return self.num_shipped + (self._taken is not None)
+
+    @property
     def is_parked(self) -> bool:
         """Whether a full batch waits for the trainer."""
         return self._sink.is_full and not self._is_due

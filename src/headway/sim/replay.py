@@ -41,6 +41,9 @@ from headway.store.run_dir import RunDir
 
 Row = Mapping[str, Any]
 
+RESUMED = "resumed"
+"""Kind of the row from which on a trace goes on after a kill: what ran then, began elsewhere."""
+
 SETTLE_TURNS = 1000
 """Turns of the event loop within which an input must have been taken: a handful are needed."""
 
@@ -73,13 +76,14 @@ def replay(run_dir: Path) -> ReplayResult:
     rows = read_trace(run_dir)
     config = load_config(paths.config, [])
     recorded_hash = None
-    if paths.summary.exists():
+    is_whole = b'"e":"resumed"' not in paths.trace.read_bytes()
+    if paths.summary.exists() and is_whole:
         recorded_hash = msgspec.json.decode(paths.summary.read_bytes()).get("trace_hash")
     return replay_rows(config, rows, recorded_hash)
 
 
 def read_trace(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of `trace.jsonl`; a last line that a kill cut off is left out.
+    """The rows of `trace.jsonl`, to the first resume; a last line that a kill cut off is left out.
 
     Raises:
         RunDirError: there is none, or a line in the middle is broken.
@@ -97,7 +101,10 @@ def read_trace(run_dir: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            rows.append(msgspec.json.decode(line))
+            row = msgspec.json.decode(line)
+            if row["e"] == RESUMED:
+                break
+            rows.append(row)
         except msgspec.DecodeError as error:
             if number == len(lines):
                 break
