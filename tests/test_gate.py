@@ -144,7 +144,10 @@ def test_the_ledger_conserves_samples_and_refuses_moves_without_an_arrow(
         else:
             group_id = data.draw(st.sampled_from(sorted(living)))
             to = data.draw(st.sampled_from(SampleState))
-            if to in ARROWS[living[group_id]]:
+            if to is SampleState.RUNNING and living[group_id] is SampleState.INTERRUPTED:
+                ledger.admit(group_id, Admission(0, "test"))
+                living[group_id] = to
+            elif to in ARROWS[living[group_id]]:
                 ledger.move(group_id, to, "why")
                 if ARROWS[to]:
                     living[group_id] = to
@@ -158,7 +161,8 @@ def test_the_ledger_conserves_samples_and_refuses_moves_without_an_arrow(
         assert ledger.living() == living
         assert ledger.num_admitted == 30 + len(living) + final
         state = ledger.gate_state(3)
-        assert state.admitted == state.running + state.accepted + state.rejected
+        interrupted = ledger.counts[SampleState.INTERRUPTED]
+        assert state.admitted == state.running + state.accepted + state.rejected + interrupted
 
 
 def test_the_ledger_refuses_a_sample_twice_and_a_loss_without_a_reason() -> None:

@@ -17,10 +17,10 @@ from headway.config.file import dump_config, load_config
 from headway.core.pacing import Pacing
 from headway.errors import ConfigError, RunDirError
 from headway.sim.app import simulate, simulate_in_memory
+from headway.sim.binding import Binding
 from headway.sim.distributions import inverse_of
 from headway.sim.fit import _alike, _fit_difficulty, empirical, fit_run
 from headway.sim.plan import Plan, plan
-from headway.sim.binding import Binding
 from headway.sim.predict import Prediction, Setting, predict
 from headway.sim.ranking import is_sound, pareto_front
 from headway.sim.scale import lighter

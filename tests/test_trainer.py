@@ -279,6 +279,29 @@ def test_incomplete_checkpoints_do_not_count(tmp_path: Path) -> None:
     assert found is not None and found[0] == 2
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "COMPLETE"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
+) -> None:
+    source = save_model(tmp_path / "initial")
+    for version in (1, 2):
+        save_checkpoint(tmp_path, version, make_model(), {}, source=source)
+    path = tmp_path / "checkpoints" / "step-000002" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    match damage:
+        case "cut":
+            path.write_bytes(content[: len(content) // 2])
+        case "flip":
+            path.write_bytes(content)
+        case _:
+            path.unlink()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None and found[0] == 1
+    assert (name, damage) == ("COMPLETE", "gone") or "step-000002 is passed over" in caplog.text
+
+
 # --- the hand-off --------------------------------------------------------------------------------
 
 

@@ -20,11 +20,14 @@ from headway.config import Config
 from headway.engines.launch import Fleet, start_engines
 from headway.envs.registry import Tasks, load_tasks
 from headway.errors import HeadwayError, TrainerError
-from headway.loop.orchestrator import Orchestrator, Ports
+from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome, outcome_of
 from headway.loop.summary import summarize
-from headway.ports import MetricsSink
+from headway.ports import MetricsSink, Ports
 from headway.processes import ManagedProcess
+from headway.resume import Recovered, recover
+from headway.store.database import RunDatabase
+from headway.store.journal import GroupedJournal
 from headway.store.run_dir import FanOut, RunDir
 from headway.store.run_store import ParquetRunStore
 from headway.trainer.link import FolderTrainerLink
@@ -33,25 +36,56 @@ from headway.views.report import write_report
 from headway.weights.folder import FolderWeightChannel
 
 
-def run(config: Config, *, model_dir: Path, view: MetricsSink | None = None) -> dict[str, Any]:
+def run(
+    config: Config, *, model_dir: Path, view: MetricsSink | None = None, resume: bool = False
+) -> dict[str, Any]:
     """Run to the end and return the summary; `exit_code` in it says how it went.
 
     Args:
         config: the resolved configuration.
         model_dir: folder of the initial model (`builtin_model.ensure_model`).
         view: shows metric rows while it runs.
+        resume: go on with the run that `config.run.dir` holds.
 
     Raises:
-        ConfigError, RunDirError: nothing was started.
+        ConfigError, RunDirError, StoreError: nothing was started.
     """
     tasks = load_tasks(config, model_dir)
-    run_dir = RunDir.create(config)
+    run_dir = RunDir(Path(config.run.dir)) if resume else RunDir.create(config)
+    with run_dir.lock():
+        recovered = recover(config, run_dir, model_dir) if resume else None
+        database = recovered.database if recovered else RunDatabase(run_dir.ledger)
+        try:
+            return _run(config, run_dir, model_dir, tasks, view, recovered, database)
+        finally:
+            database.close()
+
+
+def _run(
+    config: Config,
+    run_dir: RunDir,
+    model_dir: Path,
+    tasks: Tasks,
+    view: MetricsSink | None,
+    recovered: Recovered | None,
+    database: RunDatabase,
+) -> dict[str, Any]:
+    run_dir.write_config(config)
     versions = versions_of(engine=config.engine.kind, trainer="headway reference")
     run_dir.write_versions(versions)
     tame_collector()
     with run_dir.open_metrics() as rows, run_dir.open_trace() as trace:
         sink = FanOut(rows, view)
-        real = _RealRun(config, run_dir, model_dir, tasks, metrics=sink, trace=trace)
+        real = _RealRun(
+            config,
+            run_dir,
+            model_dir,
+            tasks,
+            database,
+            recovered,
+            metrics=sink,
+            trace=trace,
+        )
         runner = asyncio.Runner()
         try:
             summary = runner.run(real.main(versions))
@@ -73,6 +107,8 @@ class _RealRun:
         run_dir: RunDir,
         model_dir: Path,
         tasks: Tasks,
+        database: RunDatabase,
+        recovered: Recovered | None,
         *,
         metrics: MetricsSink,
         trace: MetricsSink,
@@ -81,6 +117,8 @@ class _RealRun:
         self._run_dir = run_dir
         self._model_dir = model_dir
         self._tasks = tasks
+        self._database = database
+        self._recovered = recovered
         self._metrics = metrics
         self._trace_sink = trace
         self.is_abandoned = False
@@ -122,6 +160,8 @@ class _RealRun:
     def _trainer(self) -> ManagedProcess:
         arguments = ["--run", str(self._run_dir.path), "--model", str(self._model_dir)]
         arguments += ["--parent-pid", str(os.getpid())]
+        if self._recovered:
+            arguments += ["--resume"]
         return ManagedProcess(
             name="trainer",
             command=[sys.executable, "-m", "headway.trainer", *arguments],
@@ -132,7 +172,8 @@ class _RealRun:
 
     async def _start(self, trainer: ManagedProcess) -> Fleet:
         """Engines and trainer side by side. Raises HeadwayErrors in a group."""
-        config = self._config
+        config, recovered = self._config, self._recovered
+        version = recovered.state.version if recovered else 0
 
         async def trainer_is_ready() -> bool:
             return self._run_dir.trainer_ready.exists()
@@ -146,10 +187,11 @@ class _RealRun:
             engines = group.create_task(
                 start_engines(
                     config.engine,
-                    model_dir=self._model_dir,
+                    model_dir=recovered.model_dir if recovered else self._model_dir,
                     logs_dir=self._run_dir.logs,
                     start_seconds=config.run.start_seconds,
-                    seed=config.run.seed,
+                    version=version,
+                    seed=config.run.seed + version,  # or each life would draw the same numbers
                     temperature=config.rollout.temperature,
                     on_event=self._event,
                 )
@@ -172,6 +214,9 @@ class _RealRun:
             store=ParquetRunStore(self._run_dir.path, {"headway": __version__}),
             metrics=self._metrics,
             trace=self._trace_sink,
+            journal=GroupedJournal(
+                lambda records: asyncio.to_thread(self._database.apply, records)
+            ),
             eval_tasks=self._tasks.eval_tasks,
             watched=watched,
             labels={
@@ -180,9 +225,30 @@ class _RealRun:
                 "headway": __version__,
             },
         )
-        orchestrator = Orchestrator(config, ports)
+        recovered = self._recovered
+        orchestrator = Orchestrator(
+            config,
+            ports,
+            resume=recovered.state if recovered else None,
+            elapsed_seconds=recovered.seconds if recovered else 0.0,
+        )
         self._started_at = orchestrator.started_at
+        if recovered:
+            self._tell(recovered)
         return orchestrator
+
+    def _tell(self, recovered: Recovered) -> None:
+        """Say in all records that a new life begins here."""
+        state = recovered.state
+        self._trace_sink.emit({"t": recovered.seconds, "e": "resumed", "version": state.version})
+        self._event(
+            "warning",
+            f"resumed at version {state.version}: {state.num_batches - state.version} batches are "
+            f"trained again, {len(state.accepted)} finished samples wait for a batch, "
+            f"{len(state.interrupted)} are issued again",
+        )
+        for change in recovered.changes:
+            self._event("warning", f"the configuration changed: {change}")
 
     def _event(self, level: str, text: str) -> None:
         """What happens to engines, at the loop's own time; 0 before it runs."""

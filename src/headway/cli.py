@@ -63,7 +63,15 @@ app = App(
 @app.command(
     sort_key=1, usage="Usage: headway run [CONFIG.yaml] [--section.field VALUE]... [OPTIONS]"
 )
-def run(*arguments: Arguments, json: Json = False, quiet: Quiet = False) -> int:
+def run(
+    *arguments: Arguments,
+    resume: Annotated[
+        Path | None,
+        Parameter(name="--resume", help="Go on with the run in this directory."),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
     """Run a configuration: start engines and trainer, train to the step target, report.
 
     Without CONFIG.yaml the defaults are run, which are the embedded demo.
@@ -76,22 +84,27 @@ def run(*arguments: Arguments, json: Json = False, quiet: Quiet = False) -> int:
     headway run examples/demo.yaml --run.dir runs/s4 --rollout.max_head_offpolicyness 4
 
     headway run my.yaml --actor.optimizer.lr=1e-4 --envs.0.args '{size: 1000}' --json
+
+    headway run --resume runs/demo-1 --run.steps 200
     """
-    config = _load(arguments)
+    config = _load(arguments, resume)
     console = _console(to_stderr=json)
     from headway.store.run_dir import RunDir
 
-    RunDir.check(config)
+    run_dir = RunDir(Path(config.run.dir))
+    is_resumed = resume is not None or (config.run.resume and run_dir.config.exists())
+    if not is_resumed:
+        RunDir.check(config)
     from headway.app import run as run_config
     from headway.builtin_model import ensure_model
     from headway.views.terminal import TerminalView
 
     model_dir = ensure_model(config.model, seed=config.run.seed, progress=console.out)
     if quiet:
-        summary: Mapping[str, Any] = run_config(config, model_dir=model_dir)
+        summary: Mapping[str, Any] = run_config(config, model_dir=model_dir, resume=is_resumed)
     else:
         with TerminalView(console) as view:
-            summary = run_config(config, model_dir=model_dir, view=view)
+            summary = run_config(config, model_dir=model_dir, view=view, resume=is_resumed)
     return _finish(config, summary, json)
 
 
@@ -324,20 +337,27 @@ def _usage(error: CycloptsError, words: Sequence[str]) -> str:
     return " ".join(str(error).split()) + " (see headway --help)"
 
 
-def _load(arguments: Sequence[str]) -> "Config":
-    """The configuration of `[CONFIG] [--section.field VALUE]...`; its warnings go to stderr."""
+def _load(arguments: Sequence[str], resume: Path | None = None) -> "Config":
+    """The configuration of `[CONFIG] [--section.field VALUE]...`, with `resume` on top of that
+    run's own; its warnings go to stderr."""
     from headway.config import Config
     from headway.config.file import load_config
 
     words = list(arguments)
     path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
-    flags = ["--json", "--quiet", "--help"]
+    flags = ["--json", "--quiet", "--help", "--resume"]
     for word in words:
         name = word.partition("=")[0]
         near = difflib.get_close_matches(name, flags, n=1, cutoff=0.7)
-        if name.startswith("-") and near and name.removeprefix("--") not in Config.model_fields:
+        is_section = "." in name or name.removeprefix("--") in Config.model_fields
+        if name.startswith("-") and near and not is_section:
             raise ConfigError(f"unknown option {name}; did you mean {near[0]}?")
-    config = load_config(path, words)
+    if resume is None:
+        config = load_config(path, words)
+    else:
+        from headway.resume import config_to_resume
+
+        config = config_to_resume(resume, path, words)
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return config

@@ -5,11 +5,12 @@ Every method says who calls it and from which task, whether it may be cancelled,
 All times are the event loop's own (`loop.time()`), so that every part also runs in virtual time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from headway.core.records import Record
 from headway.core.rollout import Batch, Completion, Task, TrainableGroup
 
 
@@ -147,7 +148,7 @@ class Environment(Protocol):
 
 
 class TaskSource(Protocol):
-    """A sequence of tasks with a position that can be saved and restored."""
+    """A sequence of tasks, numbered from 0 on, whose position can be saved and restored."""
 
     async def next_task(self) -> Task | None:
         """The task at the current position, then move on; None when there are no more.
@@ -198,6 +199,31 @@ class RunStore(Protocol):
         """Save accepted groups that no batch took. Called once, at the end. Raises StoreError."""
         ...
 
+    async def read_batch(self, step: int) -> Batch:
+        """A batch as it was written. Called by the ship loop of a resumed run, before it ships
+        that batch again. Raises StoreError."""
+        ...
+
+
+class Journal(Protocol):
+    """The ledger and the spool: what becomes of every sample, and all that finished and is in no
+    batch. Records become safe in the order in which they came."""
+
+    def record(self, record: Record) -> None:
+        """Take a record; it is safe some time later, or with the next `flush`. Called from the
+        event loop; must neither block nor raise, which is why a failure ends `run`."""
+        ...
+
+    async def flush(self) -> None:
+        """Return once everything recorded so far is safe. Called by the ship loop around every
+        batch, and once at the end; may be cancelled. Raises StoreError."""
+        ...
+
+    async def run(self, on_full: Callable[[], None], on_room: Callable[[], None]) -> None:
+        """For ever, as a part of the loop: write, call `on_full` when the disk is too far behind,
+        and `on_room` when it is no longer. Raises StoreError as soon as writing fails."""
+        ...
+
 
 class MetricsSink(Protocol):
     """Takes metric rows; `docs/metrics.md` names every kind of row and its keys."""
@@ -205,3 +231,27 @@ class MetricsSink(Protocol):
     def emit(self, row: Mapping[str, Any]) -> None:
         """Called from the event loop; must not block and must not raise."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Everything that the loop is connected to.
+
+    `watched` are liveness checks by name: each returns never while its part lives, and raises an
+    error that names the dead part.
+    """
+
+    engine: Engine
+    environments: Mapping[str, Environment]
+    source: TaskSource
+    trainer: TrainerLink
+    channel: WeightChannel
+    store: RunStore
+    metrics: MetricsSink
+    trace: MetricsSink | None = None
+    journal: Journal | None = None
+    """None: the run cannot be resumed."""
+    eval_tasks: Sequence[Task] = ()
+    watched: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """Added to the first metric row: names of engines, whether this is a simulation."""

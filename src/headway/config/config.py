@@ -22,7 +22,9 @@ class RunConfig(Section):
     """The run as a whole."""
 
     dir: str = "runs/run"
-    """Run directory; it must not hold a run yet."""
+    """Run directory; it must not hold a run yet, unless that is resumed."""
+    resume: bool = False
+    """Go on with the run that `run.dir` holds, if it holds one: for jobs that are started again."""
     steps: Count = 100
     """Step target: batches to train."""
     seed: int = Field(default=0, ge=0)

@@ -116,3 +116,19 @@ def check_start(gate: CapacityGate, start: GateState) -> None:
             f"allowed: the counters do not belong to the version (S = "
             f"{gate.max_head_offpolicyness}, B = {gate.batch_size}, {start})"
         )
+
+
+def check_first_step(gate: CapacityGate, num_admitted: int, num_freed: int) -> None:
+    """What was admitted until the first version bump after a start must fit into `(S + 1) * B`, not
+    counting places that samples gave back (`num_freed`: rejected, failed or dropped since).
+
+    Raises:
+        InvariantError: with every operand.
+    """
+    limit = gate.first_step_limit
+    if limit is not None and num_admitted - num_freed > limit:
+        raise InvariantError(
+            f"the first step admitted {num_admitted} samples, of which {num_freed} gave their "
+            f"place back: more than (S + 1) * B = {limit} (S = {gate.max_head_offpolicyness}, B = "
+            f"{gate.batch_size})"
+        )

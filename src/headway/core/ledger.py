@@ -1,6 +1,7 @@
 """The conservation ledger: every admitted sample is in exactly one state.
 
     admitted = running + finished + accepted + batched + trained + rejected + failed + dropped
+             + interrupted
 
 `accepted` samples are buffered until a batch takes them. The ledger is the only place that counts
 samples; the gate, the metrics and the summary read it.
@@ -33,14 +34,17 @@ class SampleState(StrEnum):
     | running  | finished                      | all its rollouts ended and it is fetched        |
     | running  | failed(class)                 | retries are used up                             |
     | running  | dropped(reason)               | the run ends before it does                     |
+    | running  | interrupted                   | the same, of a run that can be resumed          |
+    | interrupted | running                    | a resumed run issues it again, under its number |
     | finished | accepted                      | advantages and filters let it pass              |
     | finished | rejected(reason)              | a filter names it                               |
-    | finished | dropped(reason)               | the run ends before it is judged                |
+    | finished | dropped(reason), interrupted  | the run ends before it is judged                |
     | accepted | batched                       | a batch takes it                                |
     | accepted | dropped(reason)               | it is too old for every batch to come           |
     | batched  | trained                       | the version that its batch produced is served   |
 
-    trained, rejected, failed and dropped are final.
+    trained, rejected, failed and dropped are final. An interrupted sample is not in the system: it
+    passes the gate again, and counts as admitted once.
     """
 
     RUNNING = "running"
@@ -51,13 +55,27 @@ class SampleState(StrEnum):
     REJECTED = "rejected"
     FAILED = "failed"
     DROPPED = "dropped"
+    INTERRUPTED = "interrupted"
 
 
 ARROWS: Mapping[SampleState, frozenset[SampleState]] = {
-    SampleState.RUNNING: frozenset({SampleState.FINISHED, SampleState.FAILED, SampleState.DROPPED}),
-    SampleState.FINISHED: frozenset(
-        {SampleState.ACCEPTED, SampleState.REJECTED, SampleState.DROPPED}
+    SampleState.RUNNING: frozenset(
+        {
+            SampleState.FINISHED,
+            SampleState.FAILED,
+            SampleState.DROPPED,
+            SampleState.INTERRUPTED,
+        }
     ),
+    SampleState.FINISHED: frozenset(
+        {
+            SampleState.ACCEPTED,
+            SampleState.REJECTED,
+            SampleState.DROPPED,
+            SampleState.INTERRUPTED,
+        }
+    ),
+    SampleState.INTERRUPTED: frozenset({SampleState.RUNNING}),
     SampleState.ACCEPTED: frozenset({SampleState.BATCHED, SampleState.DROPPED}),
     SampleState.BATCHED: frozenset({SampleState.TRAINED}),
     SampleState.TRAINED: frozenset(),
@@ -66,7 +84,7 @@ ARROWS: Mapping[SampleState, frozenset[SampleState]] = {
     SampleState.DROPPED: frozenset(),
 }
 
-_LOST = frozenset({SampleState.REJECTED, SampleState.FAILED, SampleState.DROPPED})
+LOST = frozenset({SampleState.REJECTED, SampleState.FAILED, SampleState.DROPPED})
 
 
 class Ledger:
@@ -74,7 +92,7 @@ class Ledger:
 
     Args:
         start: counts to start from (a resumed run); samples that it holds as accepted were trained
-            before, `running` must be 0.
+            before, `running` must be 0. `RunState.ledger` restores more than counts.
 
     Raises:
         InvariantError: on a move without an arrow, an unknown or a doubled sample.
@@ -105,8 +123,28 @@ class Ledger:
 
     @property
     def num_accepted(self) -> int:
-        """The gate's `accepted`: everything admitted that is neither running nor lost."""
-        return self.num_admitted - self.num_running - self.num_lost
+        """The gate's `accepted`: everything admitted that is neither running, interrupted nor
+        lost."""
+        interrupted = self.counts[SampleState.INTERRUPTED]
+        return self.num_admitted - self.num_running - self.num_lost - interrupted
+
+    def restore(self, group_id: GroupId, state: SampleState, admission: Admission | None) -> None:
+        """Count a sample of an earlier life of the run; `admission` of one that is accepted."""
+        if group_id in self._states:
+            raise InvariantError(f"sample {group_id} was restored twice")
+        if admission is not None:
+            self.unbatched[group_id] = admission
+        self._states[group_id] = state
+        self.counts[state] += 1
+        self.num_admitted += 1
+
+    def restore_lost(self, state: SampleState, reasons: Mapping[str, int]) -> None:
+        """Count samples of an earlier life that ended without being trained."""
+        self.reasons[state].update(reasons)
+        count = sum(reasons.values())
+        self.counts[state] += count
+        self.num_lost += count
+        self.num_admitted += count
 
     def gate_state(self, version: int) -> GateState:
         """What the gate needs to know, as data."""
@@ -119,30 +157,34 @@ class Ledger:
         )
 
     def admit(self, group_id: GroupId, admission: Admission) -> None:
-        """A new sample is running."""
-        if group_id in self._states:
+        """A new sample is running, or an interrupted one again."""
+        now = self._states.get(group_id)
+        if now is SampleState.INTERRUPTED:
+            self.counts[now] -= 1
+        elif now is None:
+            self.num_admitted += 1
+        else:
             raise InvariantError(f"sample {group_id} was admitted twice")
         self.unbatched[group_id] = admission
         self._states[group_id] = SampleState.RUNNING
         self.counts[SampleState.RUNNING] += 1
-        self.num_admitted += 1
         self.num_running += 1
 
     def move(self, group_id: GroupId, to: SampleState, reason: str | None = None) -> None:
         """Follow an arrow; `reason` is required for rejected, failed and dropped."""
         now = self._states.get(group_id)
-        if now is None or to not in ARROWS[now]:
+        if now is None or to not in ARROWS[now] or to is SampleState.RUNNING:  # that is `admit`
             raise InvariantError(f"sample {group_id} cannot go from {now} to {to} ({reason})")
         self.counts[now] -= 1
         self.counts[to] += 1
         if now is SampleState.RUNNING:
             self.num_running -= 1
-        if to in _LOST:
+        if to in LOST:
             if reason is None:
                 raise InvariantError(f"sample {group_id} became {to} without a reason")
             self.reasons[to][reason] += 1
             self.num_lost += 1
-        if to is SampleState.BATCHED or (to in _LOST and now is not SampleState.BATCHED):
+        if to in LOST or to in (SampleState.BATCHED, SampleState.INTERRUPTED):
             del self.unbatched[group_id]
         if ARROWS[to]:
             self._states[group_id] = to
@@ -162,8 +204,9 @@ class Ledger:
             or total - final != len(self._states)
             or min(self.counts.values()) < 0
             or self.counts[SampleState.RUNNING] != self.num_running
-            or sum(self.counts[state] for state in _LOST) != self.num_lost
-            or len(self.unbatched) != len(self._states) - self.counts[SampleState.BATCHED]
+            or sum(self.counts[state] for state in LOST) != self.num_lost
+            or len(self.unbatched) + self.counts[SampleState.INTERRUPTED]
+            != len(self._states) - self.counts[SampleState.BATCHED]
         ):
             raise InvariantError(
                 f"the ledger does not add up: admitted {self.num_admitted}, states {self.counts}, "

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from headway.core.gate import CapacityGate
 from headway.core.ledger import Admission, Ledger, SampleState
+from headway.core.records import RunState
 from headway.core.rollout import Group, GroupId, Task
 from headway.errors import (
     EngineError,
@@ -112,6 +113,7 @@ class Dispatcher:
         self._temperature = temperature
         self._eval_concurrent = eval_concurrent
         self._next_group_id = first_group_id
+        self._interrupted: deque[tuple[GroupId, Task]] = deque()
         self._inputs: deque[Task] = deque()
         self._evals: deque[SampleRequest] = deque()
         self._outputs: asyncio.Queue[FinishedSample] = asyncio.Queue(queue_size)
@@ -123,6 +125,14 @@ class Dispatcher:
         self._num_eval_running = 0
         self._is_interrupted = False
         self.admissions = 0
+
+    def restore(self, state: RunState) -> None:
+        """Go on where an earlier life of the run was cut off: what was running goes first, under
+        its old number, then the prompts of dropped samples, then the source where it was."""
+        self._interrupted.extend(state.interrupted)
+        self._inputs.extend(state.requeued)
+        self._next_group_id = state.num_admitted
+        self._source.restore(state.next_position)
 
     # --- what others call -------------------------------------------------------------------
 
@@ -192,7 +202,7 @@ class Dispatcher:
         return DispatcherStatistics(
             num_running=self._ledger.num_running,
             num_eval_running=self._num_eval_running,
-            in_queue=len(self._inputs),
+            in_queue=self._num_waiting,
             out_queue=self._outputs.qsize(),
             capacity=self._capacity(),
             admissions=self.admissions,
@@ -234,6 +244,10 @@ class Dispatcher:
             await asyncio.sleep(0)
             self._start_samples(tasks)
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._interrupted) + len(self._inputs)
+
     def _has_room(self) -> bool:
         return len(self._inputs) < self._queue_size
 
@@ -242,7 +256,7 @@ class Dispatcher:
         target = self._gate.target_samples
         return (
             self._source_ended
-            and not self._inputs
+            and not self._num_waiting
             and self._capacity() > 0
             and (target is None or self._ledger.num_accepted < target)
             and self._ledger.num_running == 0
@@ -262,7 +276,7 @@ class Dispatcher:
             return "resume()"
         if self._closed:
             return "nothing: admission is closed"
-        if not self._inputs and self._capacity() > 0:
+        if not self._num_waiting and self._capacity() > 0:
             return "the task source"
         ledger, version = self._ledger, self._policy.version
         if ledger.num_running >= self._gate.max_concurrent:
@@ -283,18 +297,21 @@ class Dispatcher:
                 self._num_eval_running += 1
                 tasks.create_task(self._run(self._evals.popleft()))
                 started += 1
-            if self._inputs:
-                for _ in range(min(self._capacity(), len(self._inputs), BURST - started)):
-                    tasks.create_task(self._run(self._admit(self._inputs.popleft())))
+            if num_waiting := self._num_waiting:
+                for _ in range(min(self._capacity(), num_waiting, BURST - started)):
+                    tasks.create_task(self._run(self._admit()))
                     started += 1
         self._is_interrupted = started == BURST
         if 2 * len(self._inputs) <= self._queue_size:
             self._room.notify()
         return started
 
-    def _admit(self, task: Task) -> SampleRequest:
-        group_id = GroupId(self._next_group_id)
-        self._next_group_id += 1
+    def _admit(self) -> SampleRequest:
+        if self._interrupted:
+            group_id, task = self._interrupted.popleft()
+        else:
+            group_id, task = GroupId(self._next_group_id), self._inputs.popleft()
+            self._next_group_id += 1
         version = self._policy.version
         self._ledger.admit(group_id, Admission(version, task.env))
         self._trace.admitted(group_id, task, version)
@@ -319,10 +336,12 @@ class Dispatcher:
             self._num_eval_running -= 1
             self.pump()
 
-    def drop_running(self, reason: str) -> None:
-        """Account for the samples that a stop cut off. Called once all sample tasks have ended."""
+    def drop_running(self, reason: str, *, will_resume: bool) -> None:
+        """Account for the samples that a stop cut off. Called once all sample tasks have ended.
+        `will_resume`: they are not lost."""
         for group_id, state in self._ledger.living().items():
             if state in (SampleState.RUNNING, SampleState.FINISHED):
-                self._ledger.move(group_id, SampleState.DROPPED, reason)
+                to = SampleState.INTERRUPTED if will_resume else SampleState.DROPPED
+                self._ledger.move(group_id, to, reason)
         if self._ledger.num_running:
             raise InvariantError(f"{self._ledger.num_running} samples still run after the stop")

@@ -18,6 +18,7 @@
 | metrics    | statistics          | metric rows      | its interval          | time               |
 | watchdog   | progress, ledger    | nothing, or an   | its interval          | time               |
 |            |                     | error            |                       |                    |
+| journal    | records             | the run on disk  | records; the disk     | whoever records    |
 | watch X    | process X           | an error         | the death of X        | never, in health   |
 
 One TaskGroup owns all of them and the sample tasks. A part that ends early is an error that names
@@ -29,22 +30,23 @@ a shipped batch. Tasks wait for causes, never for decisions.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from headway.config import Config
-from headway.core.gate import GateState, check_start
+from headway.core.gate import GateState, check_first_step, check_start
 from headway.core.guards import EmptyBatchGuard, FailureGuard
 from headway.core.ledger import Ledger, SampleState
 from headway.core.pacing import BatchTaken, JustInTime, Pacing, PacingState
-from headway.core.rollout import Group, Task
+from headway.core.records import RunState
+from headway.core.rollout import Group
 from headway.errors import HeadwayError, PartEndedError
 from headway.loop.dispatcher import Dispatcher
 from headway.loop.engine_meter import EngineMeter
 from headway.loop.eval_sink import EvalResult, EvalSink
 from headway.loop.in_training import InTraining
 from headway.loop.metrics_loop import IntervalRow, MetricsLoop, run_row
+from headway.loop.no_journal import NoJournal
 from headway.loop.outcome import COMPLETED, Outcome, RunEnded, outcome_of
 from headway.loop.policy import PolicyHandle
 from headway.loop.rollout_runner import RolloutRunner, SampleRequest
@@ -55,41 +57,10 @@ from headway.loop.trace import Trace
 from headway.loop.train_sink import TrainSink
 from headway.loop.watchdog import Watchdog
 from headway.loop.weight_watcher import VersionServed, WeightWatcher
-from headway.ports import (
-    Engine,
-    Environment,
-    MetricsSink,
-    PublishedWeights,
-    RunStore,
-    TaskSource,
-    TrainerLink,
-    WeightChannel,
-)
+from headway.ports import Ports, PublishedWeights
 
 UPDATE_GRACE_SECONDS = 15.0
 """The pool's own deadline for each engine comes first, because its message names the engine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Everything that the loop is connected to.
-
-    `watched` are liveness checks by name: each returns never while its part lives, and raises an
-    error that names the dead part.
-    """
-
-    engine: Engine
-    environments: Mapping[str, Environment]
-    source: TaskSource
-    trainer: TrainerLink
-    channel: WeightChannel
-    store: RunStore
-    metrics: MetricsSink
-    trace: MetricsSink | None = None
-    eval_tasks: Sequence[Task] = ()
-    watched: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
-    labels: Mapping[str, Any] = field(default_factory=dict)
-    """Added to the first metric row: names of engines, whether this is a simulation."""
 
 
 class Orchestrator:
@@ -102,6 +73,8 @@ class Orchestrator:
         check_first_step: refuse a start state that would admit more than `(S + 1) * B` samples
             before the first version bump, which is how a resume loses its bound.
         pacing: what the controller of `pacing: just_in_time` remembers of the run so far.
+        resume: where an earlier life of this run was cut off; instead of `start` and `pacing`.
+        elapsed_seconds: of the run, in earlier lives: the times in all rows go on from there.
         run_sample: plays samples instead of the rollout runner (a replay); then it also says when a
             held batch gives up waiting.
     """
@@ -114,22 +87,33 @@ class Orchestrator:
         start: GateState | None = None,
         check_first_step: bool = True,
         pacing: PacingState | None = None,
+        resume: RunState | None = None,
+        elapsed_seconds: float = 0.0,
         run_sample: Callable[[SampleRequest], Awaitable[Group]] | None = None,
     ) -> None:
         rollout = config.rollout
+        batch_size = rollout.consumer_batch_size
+        if resume:
+            resume.check(batch_size)
+            start, pacing = resume.gate_state(batch_size), resume.pacing
         start = start or GateState()
+        num_batches = resume.num_batches if resume else start.version
         self.config = config
         self._ports = ports
+        self._start = start
+        self._is_checked = check_first_step
+        self._first_taken = num_batches
         self._loop = asyncio.get_running_loop()
-        self.started_at = self._loop.time()
+        self.started_at = self._loop.time() - elapsed_seconds
         self.bound = config.bound
         self.policy = PolicyHandle(start.version)
-        self.trace = Trace(now=self._now, sink=ports.trace)
-        self.ledger = Ledger(start)
+        self._journal = ports.journal or NoJournal()
+        self.trace = Trace(now=self._now, sink=ports.trace, record=self._journal.record)
+        self.ledger = resume.ledger(batch_size) if resume else Ledger(start)
         self.waits = WaitBoard()
         self.gate = config.gate
         self.pacer = JustInTime(
-            batch_size=rollout.consumer_batch_size, ceiling=self.gate.most_unbatched, state=pacing
+            batch_size=batch_size, ceiling=self.gate.most_unbatched, state=pacing
         )
         if check_first_step:
             check_start(self.gate, start)
@@ -162,7 +146,7 @@ class Orchestrator:
             baseline=config.actor.advantage,
             filters=rollout.filters,
             ledger=self.ledger,
-            guard=EmptyBatchGuard(rollout.consumer_batch_size, config.run.max_empty_batches),
+            guard=EmptyBatchGuard(batch_size, config.run.max_empty_batches),
             trace=self.trace,
         )
         self.eval_sink = EvalSink(
@@ -190,7 +174,10 @@ class Orchestrator:
             waits=self.waits,
             trace=self.trace,
             max_batches_ahead=rollout.max_batches_ahead,
-            steps=range(start.version, config.run.steps),
+            steps=range(num_batches, config.run.steps),
+            reshipped=range(start.version, num_batches),
+            flush=self._journal.flush,
+            pacing=lambda: self.pacer.state,
             now=self._now,
             num_unbatched=lambda: len(self.ledger.unbatched),
             on_taken=self._on_taken,
@@ -202,9 +189,9 @@ class Orchestrator:
             ledger=self.ledger, waits=self.waits, stall_seconds=config.run.stall_seconds
         )
         self.log = StepLog(
-            self.ledger, self.train_sink.bias, self.started_at, first_step=start.version
+            self.ledger, self.train_sink.bias, self._loop.time(), first_step=start.version
         )
-        self.evals: list[EvalResult] = []
+        self.evals = [EvalResult(**row) for row in resume.evals] if resume else []
         self._failures = FailureGuard(rollout.max_failed_samples)
         self._in_training = InTraining()
         self._done = Signal()
@@ -227,6 +214,9 @@ class Orchestrator:
             sink=ports.metrics,
             interval_seconds=config.run.metrics_interval_seconds,
         )
+        if resume:
+            self.dispatcher.restore(resume)
+            self.train_sink.restore(resume)
 
     # --- the run ------------------------------------------------------------------------------
 
@@ -255,11 +245,13 @@ class Orchestrator:
                 f"{self.ledger.num_running} samples did not end when they were cancelled and were "
                 f"abandoned after {self.config.run.shutdown_seconds:g} s (run.shutdown_seconds)",
             )
-        self.dispatcher.drop_running(outcome.exit_reason)
+        will_resume = self._ports.journal is not None
+        self.dispatcher.drop_running(outcome.exit_reason, will_resume=will_resume)
         self.ledger.check()
         try:
             if leftovers := self.train_sink.leftovers():
                 await self._ports.store.write_leftovers(leftovers)
+            await self._journal.flush()
             await self._ports.trainer.finish(self.ship_gate.num_shipped)
         except HeadwayError as error:
             if outcome.error is None:
@@ -271,7 +263,7 @@ class Orchestrator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._start_parts(tasks)
-                if self.config.eval.every:
+                if self._is_eval_due(self.policy.version):
                     self.eval_sink.start(self.policy.version)
                 outcome = await self._until_ended()
                 self._end_with(outcome)
@@ -314,6 +306,7 @@ class Orchestrator:
         start("watcher", self.watcher.run())
         start("metrics", self.metrics_loop.run())
         start("watchdog", self.watchdog.run())
+        start("journal", self._journal.run(self.dispatcher.pause, self.dispatcher.resume))
         for name, watch in self._ports.watched.items():
             start(f"watch {name}", watch())
 
@@ -338,7 +331,7 @@ class Orchestrator:
             async with asyncio.timeout(window) as self._drain_window:
                 await self.dispatcher.drained()
                 await self._sink_changed.until(lambda: not self.train_sink.is_full)
-                await self.policy.reached(self.ship_gate.num_shipped)
+                await self.policy.reached(self.ship_gate.num_taken)
         except TimeoutError:
             self._event("warning", f"the drain did not end in time: {self.waits.describe()}")
 
@@ -389,7 +382,7 @@ class Orchestrator:
         return self.pacer.limit() - len(self.ledger.unbatched)
 
     def _on_taken(self, taken: TakenBatch) -> None:
-        if taken.batch.step > self.log.first_step:  # for the first one the trainer has to wait
+        if taken.batch.step > self._first_taken:  # for the first one the trainer has to wait
             self.pacer.batch_taken(
                 BatchTaken(num_ready=taken.num_ready, num_unbatched=taken.num_unbatched)
             )
@@ -414,6 +407,9 @@ class Orchestrator:
         version = served.weights.version
         self.trace.served(version)
         self.watchdog.progress()
+        if self._is_checked and not self.log.num_trained:
+            num_freed = self.ledger.num_lost - self._start.rejected
+            check_first_step(self.gate, self.dispatcher.admissions, num_freed)
         first = self.log.first_step + self.log.num_trained
         for shipped, weights in self._in_training.served(self.trace.at, version, first=first):
             for group_id in shipped.group_ids:
@@ -430,14 +426,19 @@ class Orchestrator:
             self._done.notify()
             return
         self._decide()
-        every = self.config.eval.every
-        due = every and any(one % every == 0 for one in range(first + 1, version + 1))
+        due = any(self._is_eval_due(one) for one in range(first + 1, version + 1))
         if due and not self.eval_sink.start(version):
             self._event("warning", f"no eval at version {version}: the last one is still running")
+
+    def _is_eval_due(self, version: int) -> bool:
+        every = self.config.eval.every
+        is_done = any(one.version == version for one in self.evals)
+        return every > 0 and version % every == 0 and not is_done
 
     def _on_eval(self, result: EvalResult) -> None:
         self.watchdog.progress()
         self.evals.append(result)
+        self.trace.evaluated({name: getattr(result, name) for name in result.__slots__})
         self._emit(result.row())
 
     # --- rows -----------------------------------------------------------------------------------

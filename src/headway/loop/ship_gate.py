@@ -5,11 +5,12 @@ made a batch possible. Writing and handing over is the gate's own loop.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from headway.core.ages import Ages
 from headway.core.bound import Bound
 from headway.core.order import Order
+from headway.core.pacing import PacingState
 from headway.core.rollout import Batch
 from headway.errors import InvariantError
 from headway.loop.policy import PolicyHandle
@@ -23,11 +24,17 @@ from headway.ports import RunStore, TrainerLink
 class ShipGate:
     """Ships batch `k` once the trainer has published version `k - max_batches_ahead`.
 
-    A batch is put together as late as that, then persisted, then handed over, in this order.
+    A batch is put together as late as that, then persisted, then handed over, in this order. That
+    it holds these samples is recorded between the last two, and what it is made of before it is
+    written: so every batch that the trainer may have seen is on record, and a batch on disk that is
+    not can be put on record (`store/recovery.py`).
 
     Args:
         max_batches_ahead: at most `S` of them have an effect: a batch further ahead could hold
             nothing that is young enough.
+        reshipped: batches of an earlier life that are handed over again, as they are on disk.
+        flush: makes safe what has been recorded. Raises StoreError.
+        pacing: what the pacing remembers, for the record.
         now: seconds since the start of the run.
         num_unbatched: samples in the system that no batch has taken.
         on_taken: a batch has been put together. Synchronous.
@@ -48,6 +55,9 @@ class ShipGate:
         trace: Trace,
         max_batches_ahead: int,
         steps: range,
+        reshipped: range,
+        flush: Callable[[], Awaitable[None]],
+        pacing: Callable[[], PacingState],
         now: Callable[[], float],
         num_unbatched: Callable[[], int],
         on_taken: Callable[[TakenBatch], None],
@@ -64,6 +74,9 @@ class ShipGate:
         self._trace = trace
         self._ahead = min(max_batches_ahead, bound.max_age)
         self._steps = steps
+        self._reshipped = reshipped
+        self._flush = flush
+        self._pacing = pacing
         self._now = now
         self._num_unbatched = num_unbatched
         self._on_taken = on_taken
@@ -79,6 +92,11 @@ class ShipGate:
         self._timer: asyncio.TimerHandle | None = None
         self.num_shipped = steps.start
         """Batches handed over since version 0."""
+
+    @property
+    def num_taken(self) -> int:
+        """Batches handed over, and the one that is being written."""
+        return self.num_shipped + (self._taken is not None)
 
     @property
     def is_parked(self) -> bool:
@@ -156,6 +174,8 @@ class ShipGate:
 
     async def run(self) -> None:
         """Write and hand over every batch, in order, then end. Raises StoreError, TrainerError."""
+        for step in self._reshipped:
+            await self._ship_again(step)
         for step in self._steps:
             while (taken := self._taken) is None:
                 what = self._what_for(step)
@@ -166,12 +186,34 @@ class ShipGate:
                 await self._waits.until("ship", what, self._changed, has_news)
             started_at = self._now()
             with self._waits.waiting("ship", f"batch {step} to be written"):
+                await self._flush()
                 await self._store.write_batch(taken.batch)
-            self._trace.shipped(step)
+            shipped = ShippedBatch.of(taken, write_seconds=self._now() - started_at)
+            self._trace.shipped(step, shipped.group_ids, self._pacing())
             self._taken = None
             self.num_shipped = step + 1
-            self._on_shipped(ShippedBatch.of(taken, write_seconds=self._now() - started_at))
+            self._on_shipped(shipped)
+            with self._waits.waiting("ship", f"batch {step} to be recorded"):
+                await self._flush()
             await self._trainer.ship(taken.batch)
+
+    async def _ship_again(self, step: int) -> None:
+        with self._waits.waiting("ship", f"batch {step} to be read"):
+            batch = await self._store.read_batch(step)
+        now = self._now()
+        taken = TakenBatch(
+            batch=batch,
+            ages=self._checked_ages(batch),
+            rewards=[],
+            full_at=now,
+            ready_at=now,
+            taken_at=now,
+            num_ready=len(batch.groups),
+            num_unbatched=self._num_unbatched() + len(batch.groups),
+            held_seconds=0.0,
+        )
+        self._on_shipped(ShippedBatch.of(taken, write_seconds=0.0))
+        await self._trainer.ship(batch)
 
     def _what_for(self, step: int) -> str:
         if self._held_since is not None:

@@ -4,6 +4,9 @@ Inputs are everything that the loop does not decide itself: a sample ended, the 
 version, the engines serve it, a batch is on disk. Decisions follow from the inputs and their order
 alone, since each is taken in the same step of the event loop as the input that allows it. So the
 same inputs give the same decisions, whatever the clock: `headway replay` checks that by the hash.
+
+This is also where everything that a resume needs is recorded (`core/records.py`): what was not told
+to the trace did not happen.
 """
 
 import hashlib
@@ -12,7 +15,19 @@ from typing import Any
 
 import msgspec
 
-from headway.core.rollout import Group, GroupId, Rollout, Task
+from headway.core.ledger import SampleState
+from headway.core.pacing import PacingState
+from headway.core.records import (
+    Accepted,
+    Admitted,
+    Batched,
+    Evaluated,
+    Lost,
+    Record,
+    RewardTotals,
+    Served,
+)
+from headway.core.rollout import Group, GroupId, Rollout, Task, TrainableGroup
 from headway.ports import MetricsSink, PublishedWeights
 
 DECISIONS = ("admitted", "judged", "dropped", "batch")
@@ -39,11 +54,19 @@ class Trace:
     Args:
         now: seconds since the start of the run.
         sink: takes the rows; None: only the hash is kept.
+        record: takes the records; the journal's, or nothing.
     """
 
-    def __init__(self, *, now: Callable[[], float], sink: MetricsSink | None) -> None:
+    def __init__(
+        self,
+        *,
+        now: Callable[[], float],
+        sink: MetricsSink | None,
+        record: Callable[[Record], None] = lambda _: None,
+    ) -> None:
         self._now = now
         self._sink = sink
+        self._record = record
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self.num_inputs = 0
         self.num_decisions = 0
@@ -60,13 +83,13 @@ class Trace:
 
     def ended(self, group_id: GroupId, ended: Group | Exception) -> None:
         """A sample was fetched: with its group, or with the error that it failed for."""
-        if self._sink is None:
-            self._input("ended")
-        elif isinstance(ended, Group):
-            self._input("ended", id=group_id, rollouts=[_rollout(one) for one in ended.rollouts])
+        if isinstance(ended, Group):
+            rows = [] if self._sink is None else [_rollout(one) for one in ended.rollouts]
+            self._input("ended", id=group_id, rollouts=rows)
         else:
-            failure = getattr(ended, "failure_class", type(ended).__name__)
-            self._input("ended", id=group_id, failed=str(failure))
+            failure = str(getattr(ended, "failure_class", type(ended).__name__))
+            self._input("ended", id=group_id, failed=failure)
+            self._record(Lost(group_id=group_id, state=SampleState.FAILED, reason=failure))
 
     def announced(self, weights: PublishedWeights) -> None:
         """The watcher has seen new weights."""
@@ -75,10 +98,12 @@ class Trace:
     def served(self, version: int) -> None:
         """All engines serve this version."""
         self._input("served", version=version)
+        self._record(Served(version=version))
 
-    def shipped(self, step: int) -> None:
-        """A batch is on disk."""
+    def shipped(self, step: int, group_ids: Sequence[GroupId], pacing: PacingState) -> None:
+        """A batch of these samples is on disk."""
         self._input("shipped", step=step)
+        self._record(Batched(step=step, group_ids=tuple(group_ids), pacing=pacing))
 
     def gave_up(self, step: int) -> None:
         """A batch has been held for `wait_seconds`."""
@@ -87,6 +112,10 @@ class Trace:
     def ordered(self, what: str) -> None:
         """Somebody outside said `pause`, `resume` or `close`."""
         self._input("ordered", what=what)
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """An environment was evaluated. Nothing is decided by it, so it is no row."""
+        self._record(Evaluated(result=row))
 
     # --- decisions ----------------------------------------------------------------------------
 
@@ -102,14 +131,36 @@ class Trace:
                 "version": version,
             },
         )
+        self._record(Admitted(group_id=group_id, task=task, version=version))
 
-    def judged(self, group_id: GroupId, reason: str | None) -> None:
-        """A finished sample was accepted, or rejected for a reason."""
+    def judged(self, judged: TrainableGroup, reason: str | None, rewards: RewardTotals) -> None:
+        """A finished sample was accepted, or rejected for a reason; `rewards` count it in."""
+        group_id = judged.group.group_id
         self._decision("judged", {"id": group_id, "rejected": reason})
+        if reason is None:
+            self._record(Accepted(trainable=judged, rewards=rewards))
+        else:
+            self._record(
+                Lost(
+                    group_id=group_id,
+                    state=SampleState.REJECTED,
+                    reason=reason,
+                    rewards=rewards,
+                )
+            )
 
-    def dropped(self, step: int, group_ids: Sequence[GroupId]) -> None:
-        """Samples were too old for this batch and all later ones."""
+    def dropped(self, step: int, group_ids: Sequence[GroupId], reason: str) -> None:
+        """Samples were too old for this batch and all later ones; their prompts are requeued."""
         self._decision("dropped", {"step": step, "ids": group_ids})
+        for group_id in group_ids:
+            self._record(
+                Lost(
+                    group_id=group_id,
+                    state=SampleState.DROPPED,
+                    reason=reason,
+                    is_requeued=True,
+                )
+            )
 
     def batch(self, step: int, group_ids: Sequence[GroupId], num_trimmed: int) -> None:
         """A batch was put together."""

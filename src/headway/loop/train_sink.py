@@ -8,6 +8,7 @@ from headway.core.filters import FilterName, rejection
 from headway.core.guards import EmptyBatchGuard
 from headway.core.ledger import Ledger, SampleState
 from headway.core.order import Candidate, Order
+from headway.core.records import RewardTotals, RunState
 from headway.core.rollout import Batch, Group, GroupId, Source, Task, TrainableGroup
 from headway.loop.trace import Trace
 
@@ -42,12 +43,18 @@ class TrainSink:
         self._buffer: dict[GroupId, tuple[Candidate, TrainableGroup]] = {}
         self._overtaking: set[GroupId] = set()
         self._judged: list[float] = []
-        self._reward_sum = 0.0
-        self._num_rewards = 0
+        self._rewards = RewardTotals()
         self._requeue: list[Task] = []
         self.bias = Bias()
         self.held_for: tuple[GroupId, ...] = ()
         """Unfinished samples that the last attempt to put a batch together has to wait for."""
+
+    def restore(self, state: RunState) -> None:
+        """Go on where an earlier life of the run was cut off; the ledger was restored before."""
+        self._rewards = state.rewards
+        self._overtaking.update(state.overtaking)
+        for _, trainable in state.accepted:
+            self._buffer_up(trainable)
 
     def __len__(self) -> int:
         return len(self._buffer)
@@ -62,15 +69,16 @@ class TrainSink:
 
         Raises EmptyBatchesError when nothing has been trainable for too long.
         """
-        rewards = group.rewards
-        mean = self._reward_sum / self._num_rewards if self._num_rewards else 0.0
-        advantages = group_advantages(rewards, self._baseline, mean)
+        rewards, before = group.rewards, self._rewards
+        advantages = group_advantages(rewards, self._baseline, before.mean)
         values = rewards.tolist()
-        self._reward_sum += sum(values)
-        self._num_rewards += len(values)
+        self._rewards = RewardTotals(
+            total=before.total + sum(values), count=before.count + len(values)
+        )
         self._judged.extend(values)
         reason = rejection(group, advantages, self._filters)
-        self._trace.judged(group.group_id, reason)
+        trainable = TrainableGroup(group=group, advantages=advantages)
+        self._trace.judged(trainable, reason, self._rewards)
         if reason is not None:
             self._ledger.move(group.group_id, SampleState.REJECTED, reason)
             self.bias.add(group, Fate.REJECTED)
@@ -78,10 +86,13 @@ class TrainSink:
             return reason
         self._ledger.move(group.group_id, SampleState.ACCEPTED)
         self._guard.accepted()
-        candidate = _candidate(group, self._ledger.unbatched[group.group_id].version)
-        trainable = TrainableGroup(group=group, advantages=advantages)
-        self._buffer[group.group_id] = (candidate, trainable)
+        self._buffer_up(trainable)
         return None
+
+    def _buffer_up(self, trainable: TrainableGroup) -> None:
+        group = trainable.group
+        candidate = _candidate(group, self._ledger.unbatched[group.group_id].version)
+        self._buffer[group.group_id] = (candidate, trainable)
 
     def assemble(self, step: int, *, gave_up: bool = False) -> Batch | None:
         """Put together the batch that `step` trains, or None when it cannot be yet.
@@ -108,7 +119,7 @@ class TrainSink:
         return self._take(step, selection) if selection.taken else None
 
     def _drop(self, step: int, selection: Selection) -> None:
-        self._trace.dropped(step, selection.dropped)
+        self._trace.dropped(step, selection.dropped, TOO_OLD)
         for group_id in selection.dropped:
             group = self._buffer.pop(group_id)[1].group
             self._ledger.move(group_id, SampleState.DROPPED, TOO_OLD)

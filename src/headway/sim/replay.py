@@ -29,17 +29,20 @@ from headway.core.rollout import (
     TrainableGroup,
 )
 from headway.core.versions import VersionRuns
-from headway.errors import EngineError, EnvironmentFailure, FailureClass, RunDirError
-from headway.loop.orchestrator import Orchestrator, Ports
+from headway.errors import EngineError, EnvironmentFailure, FailureClass, RunDirError, StoreError
+from headway.loop.orchestrator import Orchestrator
 from headway.loop.rollout_runner import SampleRequest
 from headway.loop.signal import Signal
 from headway.loop.trace import DECISIONS, digest_of
-from headway.ports import PublishedWeights
+from headway.ports import Ports, PublishedWeights
 from headway.sim.clock import run_virtual
 from headway.sim.trainer import RowList
 from headway.store.run_dir import RunDir
 
 Row = Mapping[str, Any]
+
+RESUMED = "resumed"
+"""Kind of the row from which on a trace goes on after a kill: what ran then, began elsewhere."""
 
 SETTLE_TURNS = 1000
 """Turns of the event loop within which an input must have been taken: a handful are needed."""
@@ -72,7 +75,9 @@ def replay(run_dir: Path) -> ReplayResult:
     paths = RunDir(run_dir)
     rows = read_trace(run_dir)
     config = load_config(paths.config, [])
-    return replay_rows(config, rows, _recorded_hash(paths.summary))
+    # A resumed run's summary covers what its trace begins with, and more.
+    is_whole = b'"e":"resumed"' not in paths.trace.read_bytes()
+    return replay_rows(config, rows, _recorded_hash(paths.summary) if is_whole else None)
 
 
 def _recorded_hash(summary: Path) -> str | None:
@@ -81,13 +86,11 @@ def _recorded_hash(summary: Path) -> str | None:
     try:
         return msgspec.json.decode(summary.read_bytes(), type=dict[str, Any]).get("trace_hash")
     except msgspec.DecodeError as error:
-        raise RunDirError(
-            f"{summary} cannot be read: {error}; move it away to go without"
-        ) from error
+        raise RunDirError(f"{summary} cannot be read: {error}; replay without it") from error
 
 
 def read_trace(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of `trace.jsonl`; a last line that a kill cut off is left out.
+    """The rows of `trace.jsonl`, to the first resume; a last line that a kill cut off is left out.
 
     Raises:
         RunDirError: there is none, it is empty, or a line in the middle is broken.
@@ -108,6 +111,8 @@ def read_trace(run_dir: Path) -> list[dict[str, Any]]:
             row = msgspec.json.decode(line, type=dict[str, Any])
             if not isinstance(row.get("t"), float | int) or not isinstance(row.get("e"), str):
                 raise msgspec.ValidationError("a row needs the keys t and e")
+            if row["e"] == RESUMED:
+                break
             rows.append(row)
         except msgspec.DecodeError as error:
             if number == len(lines):
@@ -274,6 +279,10 @@ class _Driver:
 
     async def write_leftovers(self, groups: Sequence[TrainableGroup]) -> None:
         """They were written by the run."""
+
+    async def read_batch(self, step: int) -> Batch:
+        """A replay begins where its run began."""
+        raise StoreError(f"batch {step} is not in a trace")
 
     async def ship(self, batch: Batch) -> None:
         """The trainer has it."""

@@ -9,11 +9,12 @@ from headway import __version__
 from headway.config import Config
 from headway.core.gate import GateState
 from headway.core.pacing import PacingState
+from headway.core.records import RunState
 from headway.core.rollout import Task
 from headway.engines.pool import EnginePool
 from headway.envs.mixture import MixedTasks
-from headway.loop.orchestrator import Orchestrator, Ports
-from headway.ports import Engine, MetricsSink, RunStore, TaskSource
+from headway.loop.orchestrator import Orchestrator
+from headway.ports import Engine, MetricsSink, Ports, RunStore, TaskSource
 from headway.sim.distributions import curve_of
 from headway.sim.engine import SimulatedEngine
 from headway.sim.environment import CountingTasks, SimulatedEnvironment
@@ -28,6 +29,7 @@ def build_simulation(
     start: GateState | None = None,
     check_first_step: bool = True,
     pacing: PacingState | None = None,
+    resume: RunState | None = None,
     store: RunStore | None = None,
     metrics: MetricsSink | None = None,
     replaced: Mapping[str, Any] | None = None,
@@ -37,13 +39,14 @@ def build_simulation(
     Args:
         latency: draws the seconds of one engine request instead of `simulate.rollout_seconds`.
         replaced: fields of Ports that something else takes the place of.
-        start, check_first_step, pacing: as in Orchestrator.
+        start, check_first_step, pacing, resume: as in Orchestrator.
 
     Raises:
         ConfigError: a file of values that the workload names cannot be used.
     """
     workload = Workload(config, latency=latency)
-    version = start.version if start else 0
+    begun = resume or start
+    version = begun.version if begun else 0
     trainer = SimulatedTrainer(train_seconds=workload.train_seconds, version=version)
     engine, names = _engines(config, workload, version)
     num_evals = config.eval.num_tasks if config.eval.every else 0
@@ -69,6 +72,7 @@ def build_simulation(
         start=start,
         check_first_step=check_first_step,
         pacing=pacing,
+        resume=resume,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headway.core.rollout import Batch, TrainableGroup
+from headway.errors import StoreError
 from headway.loop.signal import Signal
 from headway.ports import PublishedWeights
 
@@ -71,6 +72,13 @@ class MemoryStore:
         self.batches.append(batch)
         if self._keep is not None:
             del self.batches[: max(len(self.batches) - self._keep, 0)]
+
+    async def read_batch(self, step: int) -> Batch:
+        """One of those that are kept. Raises StoreError."""
+        for batch in self.batches:
+            if batch.step == step:
+                return batch
+        raise StoreError(f"batch {step} is not kept")
 
     async def write_leftovers(self, groups: Sequence[TrainableGroup]) -> None:
         """Remember them."""

@@ -1,10 +1,12 @@
 """One run directory: where everything lies, and what may become one."""
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +36,9 @@ class RunDir:
         self.batches = path / "batches"
         self.weights = path / "weights"
         self.logs = path / "logs"
+        self.ledger = path / "ledger.db"
+        self.start = path / "start"
+        """The weights that the engines of a resumed run start with."""
         self.trainer_ready = path / "trainer" / "ready.json"
 
     @classmethod
@@ -71,14 +76,37 @@ class RunDir:
             run_dir.batches.mkdir()  # claims the folder: the second of two runs fails here
             for folder in (run_dir.weights, run_dir.logs, run_dir.trainer_ready.parent):
                 folder.mkdir()
-            with atomic_file(run_dir.config) as temporary:
-                temporary.write_text(dump_config(config), encoding="utf-8")
+            run_dir.write_config(config)
             num_free = shutil.disk_usage(path).free
         except OSError as error:
             raise _unusable(path, _reason(error)) from error
         if num_free < MIN_FREE_BYTES:
             raise _unusable(path, f"its disk has {num_free >> 20} MiB left")
         return run_dir
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from running this run; ends with the process, however that ends.
+
+        Raises:
+            RunDirError: another one has it.
+        """
+        try:
+            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise _unusable(self.path, _reason(error)) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            raise _unusable(self.path, "another process is running it") from error
+        finally:
+            os.close(descriptor)
+
+    def write_config(self, config: Config) -> None:
+        """`config.yaml`. Raises OSError."""
+        with atomic_file(self.config) as temporary:
+            temporary.write_text(dump_config(config), encoding="utf-8")
 
     def write_versions(self, versions: Mapping[str, str]) -> None:
         """`versions.json`. Raises OSError."""

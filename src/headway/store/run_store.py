@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headway.core.rollout import Batch, TrainableGroup
-from headway.store.batches import batch_path, write_batch
+from headway.store.batches import batch_path, read_batch, write_batch
 
 
 class ParquetRunStore:
@@ -24,6 +24,10 @@ class ParquetRunStore:
         """Persist; a thread that has begun ends its write even when this is cancelled."""
         path = batch_path(self._run_dir, batch.step)
         await asyncio.to_thread(write_batch, path, batch, self._metadata)
+
+    async def read_batch(self, step: int) -> Batch:
+        """A batch that was persisted. Raises StoreError."""
+        return await asyncio.to_thread(read_batch, batch_path(self._run_dir, step))
 
     async def write_leftovers(self, groups: Sequence[TrainableGroup]) -> None:
         """Save accepted groups that no batch took, in the same format, beside the batches."""

@@ -1,19 +1,25 @@
 """Checkpoints of the trainer: weights and optimizer, complete or not there.
 
 `RUN/checkpoints/step-000050/` is the state after 50 updates: a Hugging Face folder, plus
-`optimizer.pt` and the marker `COMPLETE`, written last, under a temporary name until then.
+`optimizer.pt` and the marker `COMPLETE`, written last, under a temporary name until then. The
+marker holds size and checksum of every other file, so that a checkpoint that went bad later is
+found out, and the one before is used.
 """
 
+import json
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import StoreError
 from headway.store.atomic import atomic_folder, fsync_file, remove_folder
-from headway.weights.folder import COMPLETE, write_model
+from headway.weights.folder import COMPLETE, checksums, write_model
 
 if TYPE_CHECKING:
     from torch import nn
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer.pt"
 KEEP_LAST = 2
@@ -46,7 +52,8 @@ def save_checkpoint(
             write_model(temporary, model, source=source)
             torch.save(optimizer, temporary / OPTIMIZER)
             fsync_file(temporary / OPTIMIZER)
-            (temporary / COMPLETE).write_text(f"{version}\n")
+            marker = {"version": version, "files": checksums(temporary)}
+            (temporary / COMPLETE).write_text(json.dumps(marker, indent=1) + "\n")
             fsync_file(temporary / COMPLETE)
         for _, old in sorted(_complete(run_dir), reverse=True)[KEEP_LAST:]:
             remove_folder(old)
@@ -58,8 +65,15 @@ def save_checkpoint(
 
 
 def latest_checkpoint(run_dir: Path) -> tuple[int, Path] | None:
-    """The newest complete checkpoint and the number of updates in it, or None."""
-    return max(_complete(run_dir), default=None)
+    """The newest complete, undamaged checkpoint and the number of updates in it, or None.
+
+    Reads all of it (some seconds per GB). One that is passed over is named in a warning.
+    """
+    for version, path in sorted(_complete(run_dir), reverse=True):
+        if (damage := _damage(path)) is None:
+            return version, path
+        logger.warning("checkpoint %s is passed over: %s", path, damage)
+    return None
 
 
 def load_optimizer(path: Path) -> dict[str, Any]:
@@ -75,6 +89,19 @@ def load_optimizer(path: Path) -> dict[str, Any]:
             f"{path / OPTIMIZER} cannot be read ({error}); remove {path} to use an older one"
         ) from error
     return state
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a complete checkpoint, or None."""
+    try:
+        wanted = json.loads((path / COMPLETE).read_bytes())["files"]
+        found = checksums(path)
+        for name, file in wanted.items():
+            if found.get(name) != file:
+                return f"{name} is {'not what was written' if name in found else 'missing'}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _complete(run_dir: Path) -> list[tuple[int, Path]]:

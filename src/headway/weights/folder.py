@@ -210,6 +210,24 @@ def verify(folder: Path, *, checksums: bool = True) -> Manifest:
     return manifest
 
 
+def published_versions(directory: Path) -> list[tuple[int, Path]]:
+    """Folders that are named like a version, sound or not, by number. Raises OSError."""
+    found = []
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        match = _VERSION_NAME.fullmatch(entry.name)
+        if match is not None and entry.is_dir():
+            found.append((int(match[1]), entry))
+    return sorted(found)
+
+
+def checksums(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size in bytes and SHA-256 of every file in a folder, by name. Raises OSError."""
+    return {
+        path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+    }
+
+
 class FolderWeightChannel:
     """`ports.WeightChannel` on a directory that `publish` fills.
 
@@ -305,10 +323,7 @@ def _describe(folder: Path, version: int, stats: dict[str, float], started_at: f
     shapes = sorted((name, entry["dtype"], entry["shape"]) for name, entry in header.items())
     contract = hashlib.sha256(json.dumps([model_type, shapes]).encode()).hexdigest()[:16]
     num_parameters = sum(math.prod(shape) for _, _, shape in shapes)
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
+    files = checksums(folder)
     stats["publish_seconds"] = time.monotonic() - started_at
     return Manifest(
         version=version,
@@ -341,10 +356,6 @@ def _write(path: Path, text: str) -> None:
 
 def _prune(directory: Path, keep_last: int, newest: int) -> None:
     """Delete all but the newest versions; the one just published always stays."""
-    found = []
-    for entry in directory.iterdir():
-        match = _VERSION_NAME.fullmatch(entry.name)
-        if match is not None and entry.is_dir() and int(match[1]) != newest:
-            found.append((int(match[1]), entry))
+    found = [one for one in published_versions(directory) if one[0] != newest]
     for _, folder in sorted(found, reverse=True)[keep_last - 1 :]:
         remove_folder(folder)

@@ -1,0 +1,198 @@
+"""What the journal and the batch files cost: CPU per instant rollout, stalls of the loop, bytes.
+
+The whole orchestrator runs on the wall clock, with nothing kept, with the journal, and with the
+journal and batch files: over an engine that answers at once with short completions, and over one
+that answers `LONG_PER_SECOND` times a second with long ones, which is when a stall can be told from
+work that is due. *Loop* is the CPU time of the event
+loop's own thread; *all* adds the threads that write, which share the interpreter with it.
+
+    python -m benchmarks.durability [--json]
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.control_loop import InstantEngine, config_for
+from headway.collector import tame_collector
+from headway.core.rollout import Batch, Completion, FinishReason
+from headway.core.versions import VersionRuns
+from headway.loop.orchestrator import Orchestrator
+from headway.ports import GenerateRequest
+from headway.sim.run import build_simulation
+from headway.store.database import RunDatabase
+from headway.store.journal import GroupedJournal
+from headway.store.run_store import ParquetRunStore
+
+KEPT = ("nothing", "journal", "journal and batches")
+SHORT, LONG = 16, 8192
+"""Sampled tokens of a rollout."""
+IN_FLIGHT = 256
+NUM_SHORT, NUM_LONG = 20_000, 2_000
+LONG_PER_SECOND = 200
+"""Of 8,192 tokens each: 1.6 million tokens a second."""
+PROBE_SECONDS = 0.001
+
+
+class TokenEngine(InstantEngine):
+    """Answers with a number of tokens, which differ from request to request."""
+
+    def __init__(self, in_flight: int, num_tokens: int) -> None:
+        super().__init__(in_flight)
+        rng = np.random.default_rng(0)
+        self._rng = rng
+        self._tokens = rng.integers(0, 150_000, 4 * num_tokens, np.int32)
+        self._probabilities = np.log(rng.random(4 * num_tokens, np.float32) + 1e-6)
+        self._num_tokens = num_tokens
+        self._num_answers = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Wait for a turn."""
+        if self._num_tokens == SHORT:
+            await super().generate(request)
+            await asyncio.sleep(0)
+        else:
+            await asyncio.sleep(self._rng.uniform(0.5, 1.5) * IN_FLIGHT / LONG_PER_SECOND)
+        self._num_answers += 1
+        start = 97 * self._num_answers % (3 * self._num_tokens)
+        span = slice(start, start + self._num_tokens)
+        return Completion(
+            token_ids=self._tokens[span],
+            logprobs=self._probabilities[span].astype(np.float32),
+            version_runs=VersionRuns(((self._version, self._num_tokens),)),
+            finish_reason=FinishReason.STOP,
+        )
+
+
+class CountingStore:
+    """Counts tokens, and keeps batches or forgets them."""
+
+    def __init__(self, inner: ParquetRunStore | None) -> None:
+        self._inner = inner
+        self.num_tokens = 0
+
+    async def write_batch(self, batch: Batch) -> None:
+        """Persist, or not."""
+        self.num_tokens += sum(one.num_tokens for one in batch.rollouts)
+        if self._inner is not None:
+            await self._inner.write_batch(batch)
+
+    async def write_leftovers(self, groups: Any) -> None:
+        """Nobody wants them."""
+
+    async def read_batch(self, step: int) -> Batch:
+        """Not needed."""
+        raise NotImplementedError
+
+
+async def _probe(late: list[float]) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        before = loop.time()
+        await asyncio.sleep(PROBE_SECONDS)
+        late.append(max(loop.time() - before - PROBE_SECONDS, 0.0))
+
+
+async def measure(kept: str, num_tokens: int, folder: Path) -> dict[str, Any]:
+    """Time the rollouts after the first turn."""
+    tame_collector()
+    (folder / "batches").mkdir()
+    database = RunDatabase(folder / "ledger.db")
+    journal = GroupedJournal(lambda records: asyncio.to_thread(database.apply, records))
+    store = CountingStore(ParquetRunStore(folder, {}) if kept == KEPT[2] else None)
+    orchestrator = build_simulation(
+        config_for(IN_FLIGHT),
+        store=store,
+        replaced={
+            "engine": TokenEngine(IN_FLIGHT, num_tokens),
+            "journal": None if kept == KEPT[0] else journal,
+        },
+    )
+    running = asyncio.ensure_future(orchestrator.run())
+    await _until_admitted(orchestrator, 2 * IN_FLIGHT)
+    late: list[float] = []
+    probe = asyncio.ensure_future(_probe(late))
+    begun = orchestrator.dispatcher.admissions
+    tokens, cpu, own, wall = (
+        store.num_tokens,
+        time.process_time(),
+        time.thread_time(),
+        time.monotonic(),
+    )
+    count = NUM_SHORT if num_tokens == SHORT else NUM_LONG
+    await _until_admitted(orchestrator, begun + count)
+    done = orchestrator.dispatcher.admissions - begun
+    own, cpu, wall = (
+        time.thread_time() - own,
+        time.process_time() - cpu,
+        time.monotonic() - wall,
+    )
+    probe.cancel()
+    tokens = store.num_tokens - tokens
+    orchestrator.stop()
+    orchestrator.stop()
+    await running
+    database.close()
+    return {
+        "kept": kept,
+        "tokens": num_tokens,
+        "rollouts": done,
+        "loop_us_per_rollout": own / done * 1e6,
+        "all_us_per_rollout": cpu / done * 1e6,
+        "stall_p999_ms": float(np.quantile(late, 0.999)) * 1e3,
+        "wall_seconds": wall,
+        "num_transactions": journal.num_transactions,
+        "file_bytes_per_token": _bytes_of(folder) / max(store.num_tokens, 1),
+    }
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+async def _until_admitted(orchestrator: Orchestrator, admissions: int) -> None:
+    while orchestrator.dispatcher.admissions < admissions:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def main() -> None:
+    """One process per case."""
+    if sys.argv[1:2] == ["--one"]:
+        with tempfile.TemporaryDirectory() as folder:
+            case = measure(sys.argv[2], int(sys.argv[3]), Path(folder))
+            print(json.dumps(asyncio.run(case)))
+        return
+    rows = []
+    for num_tokens in (SHORT, LONG):
+        for kept in KEPT:
+            words = ["-m", "benchmarks.durability", "--one", kept, str(num_tokens)]
+            done = subprocess.run([sys.executable, *words], check=True, capture_output=True)
+            rows.append(json.loads(done.stdout))
+    if "--json" in sys.argv:
+        print(json.dumps(rows))
+        return
+    print("Durability (wall clock, instant engine)")
+    print(
+        f"{'kept':<20} {'tokens':>7} {'loop us':>8} {'all us':>8} {'stall p99.9 ms':>15} "
+        f"{'B/token on disk':>16}"
+    )
+    for row in rows:
+        print(
+            f"{row['kept']:<20} {row['tokens']:>7,} {row['loop_us_per_rollout']:>8.1f} "
+            f"{row['all_us_per_rollout']:>8.1f} {row['stall_p999_ms']:>15.2f} "
+            f"{row['file_bytes_per_token']:>16.2f}"
+        )
+    short = {row["kept"]: row["loop_us_per_rollout"] for row in rows if row["tokens"] == SHORT}
+    added = short[KEPT[2]] - short[KEPT[0]]
+    print(f"added to the loop: {added:.1f} us per instant rollout")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Shared by tests: lives of one run, in virtual time, on a real disk."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.config import Config
+from headway.core.ledger import SampleState
+from headway.core.records import RunState, Served
+from headway.core.rollout import Batch
+from headway.loop.orchestrator import Orchestrator
+from headway.loop.outcome import Outcome
+from headway.sim.clock import run_virtual
+from headway.sim.disk import SimulatedDisk
+from headway.sim.run import build_simulation
+from headway.sim.trainer import RowList
+from headway.store.batches import batch_path, read_batch
+from headway.store.journal import MAX_RECORDS
+from headway.store.recovery import adopt_batch, read_state
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one process did of a run; `outcome` is None for one that was killed."""
+
+    orchestrator: Orchestrator
+    outcome: Outcome | None
+    state: RunState | None
+    """What it began from."""
+    rows: list[dict[str, Any]]
+    trace: list[dict[str, Any]]
+
+    @property
+    def pauses(self) -> list[str]:
+        """What was ordered of admission."""
+        return [row["what"] for row in self.trace if row["e"] == "ordered"]
+
+    @property
+    def published(self) -> int:
+        """The newest version that its trainer published."""
+        return self.orchestrator.policy.announced
+
+    @property
+    def counts(self) -> dict[SampleState, int]:
+        """Of the ledger."""
+        return self.orchestrator.ledger.counts
+
+
+def live(
+    config: Config,
+    folder: Path,
+    *,
+    version: int | None = None,
+    killed_at: float | None = None,
+    stopped_at: float | None = None,
+    at_write: Callable[[str, SimulatedDisk], None] | None = None,
+    seconds: Callable[[], float] = lambda: 0.0,
+    max_records: int = MAX_RECORDS,
+) -> Life:
+    """One life: the first of a run, or, with the version of a checkpoint, one that resumes it.
+
+    It ends by itself, is killed at `killed_at` virtual seconds, or when `at_write` kills it.
+    """
+
+    async def main() -> Life:
+        def hook(what: str) -> None:
+            if at_write is not None:
+                at_write(what, disk)
+
+        disk = SimulatedDisk(folder, seconds=seconds, at_write=hook, max_records=max_records)
+        state = None
+        if version is not None:
+            adopt_batch(disk.database, folder)
+            state = read_state(disk.database, version)
+            disk.database.apply([Served(version=version)])
+        rows, trace = RowList(), RowList()
+        orchestrator = build_simulation(
+            config,
+            metrics=rows,
+            store=disk,
+            resume=state,
+            replaced={"journal": disk.journal, "trace": trace},
+        )
+        loop = asyncio.get_running_loop()
+        if killed_at is not None:
+            loop.call_later(killed_at, disk.kill)
+        if stopped_at is not None:
+            loop.call_later(stopped_at, orchestrator.stop)
+        running = asyncio.create_task(orchestrator.run())
+        either: set[asyncio.Future[Any]] = {running, disk.killed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        outcome = running.result() if running.done() else None
+        running.cancel()
+        disk.kill()
+        disk.database.close()
+        return Life(orchestrator, outcome, state, rows.rows, trace.rows)
+
+    return run_virtual(main())
+
+
+def batches_of(folder: Path, steps: int) -> list[Batch]:
+    """All batches of a run."""
+    return [read_batch(batch_path(folder, step)) for step in range(steps)]

@@ -1,0 +1,218 @@
+"""A run that is killed and resumed, in virtual time: nothing is lost, nothing is trained twice."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from durable import Life, batches_of, live
+from headway.config import Config, EvalConfig
+from headway.core.ledger import SampleState
+from headway.core.rollout import Batch
+from headway.sim.disk import SimulatedDisk, full_disk
+from headway.store.batches import batch_path
+from headway.store.database import RunDatabase
+from headway.store.recovery import read_state
+from simulated import sim_config
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "recommended": {
+        "order": "oldest_first",
+        "over_bound": "trim",
+        "pacing": "just_in_time",
+    },
+    "wait": {"order": "oldest_first", "over_bound": "wait"},
+    "drop": {"order": "completion", "over_bound": "drop"},
+    "window": {"order": "window", "window": 12, "over_bound": "admit"},
+    "ship": {"enforcement": "ship", "order": "completion", "over_bound": "drop"},
+}
+
+
+def durable_config(policy: str, steps: int, seed: int = 0, **rollout: Any) -> Config:
+    return sim_config(
+        run={"steps": steps, "seed": seed},
+        rollout={
+            **POLICIES[policy],
+            "filters": ["zero_advantage"],
+            "group_size": 2,
+            "max_concurrent_rollouts": 40,
+            **rollout,
+        },
+        actor={"advantage": "grpo"},
+        simulate={"reward_probability": 0.5},
+    )
+
+
+def assert_sound(config: Config, folder: Path, last: Life) -> list[Batch]:
+    """What must hold of a completed run, however often it was killed on the way."""
+    assert last.outcome is not None and last.outcome.exit_reason == "completed", last.outcome
+    steps, size = config.run.steps, config.rollout.consumer_batch_size
+    batches = batches_of(folder, steps)
+    trained = [one.group.group_id for batch in batches for one in batch.groups]
+    assert len(trained) == len(set(trained)) == steps * size
+    bound = config.bound.guaranteed_age
+    for batch in batches:
+        heads = [one.version_runs.head for one in batch.rollouts if one.num_trainable]
+        assert all(batch.step - head >= 0 for head in heads)
+        assert bound is None or all(batch.step - head <= bound for head in heads)
+    last.orchestrator.ledger.check()
+    database = RunDatabase(folder / "ledger.db")
+    state = read_state(database, steps)
+    state.check(size)
+    ids = [row[0] for row in database.rows("SELECT id FROM samples ORDER BY id")]
+    assert ids == list(range(state.num_admitted))
+    # No prompt was skipped, and one that was issued again belongs to a sample that was dropped.
+    positions = [row[0] for row in database.rows("SELECT position FROM samples")]
+    assert set(positions) == set(range(state.next_position))
+    num_dropped = sum(state.lost.get(SampleState.DROPPED, {}).values())
+    assert len(positions) - len(set(positions)) == num_dropped - len(state.requeued)
+    counts = {str(state): count for state, count in last.counts.items() if count}
+    lives = database.rows("SELECT state, count(*) FROM lives GROUP BY state")
+    on_disk = {"interrupted" if state == "running" else state: count for state, count in lives}
+    assert on_disk == counts
+    database.close()
+    return batches
+
+
+def killed_often(config: Config, folder: Path, rng: np.random.Generator, kills: int) -> Life:
+    """Kill the run at random moments, and resume it at a checkpoint that may be old; the last life
+    runs to the end."""
+    life = live(config, folder, killed_at=rng.uniform(1, 30))
+    oldest = 0
+    for _ in range(kills):
+        before = {path: path.read_bytes() for path in (folder / "batches").iterdir()}
+        behind = int(rng.choice([0, 0, 1, 3]))
+        oldest = max(oldest, life.published - behind) if life.outcome is None else oldest
+        life = live(config, folder, version=oldest, killed_at=rng.uniform(1, 60))
+        assert all(path.read_bytes() == content for path, content in before.items())
+        if life.outcome is not None:
+            return life
+    return live(config, folder, version=life.published)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_that_is_killed_and_resumed_loses_nothing(
+    policy: str, seed: int, tmp_path: Path
+) -> None:
+    config = durable_config(policy, 40, seed)
+    last = killed_often(config, tmp_path, np.random.default_rng(seed), 6)
+    assert_sound(config, tmp_path, last)
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("recommended", 1000), ("wait", 200)])
+def test_a_long_run_resumed_twenty_times_ends_as_if_it_had_never_been_killed(
+    policy: str, steps: int, tmp_path: Path
+) -> None:
+    """All samples finish well before the last version, so that the counts are a property of the
+    run and not of the instant when it ended."""
+    kills, between = 20, 4.0 * steps / 20
+    config = durable_config(policy, steps)
+    stated = {
+        "rollout_seconds": {"kind": "uniform", "low": 0.5, "high": 3.0},
+        "train_seconds": 4.0,
+        "reward_probability": 0.5,
+    }
+    config = config.model_copy(
+        update={"simulate": type(config.simulate).model_validate(stated)},
+    )
+    whole = live(config, tmp_path / "whole")
+    assert_sound(config, tmp_path / "whole", whole)
+    folder, rng = tmp_path / "killed", np.random.default_rng(0)
+    life = live(config, folder, killed_at=0.7 * between)
+    for number in range(1, kills + 1):
+        assert life.outcome is None, "it was to be killed"
+        version = max(life.published - int(rng.choice([0, 1, 3])), 0)
+        last = number == kills
+        killed_at = None if last else rng.uniform(0.5, 1.2) * between
+        life = live(config, folder, version=version, killed_at=killed_at)
+    assert_sound(config, folder, life)
+    assert life.counts == whole.counts
+    assert life.orchestrator.ledger.reasons == whole.orchestrator.ledger.reasons
+
+
+MOMENTS = ("journal", "journal written", "batch", "batch written")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_around_every_write_leaves_a_run_that_goes_on(moment: str, tmp_path: Path) -> None:
+    config = durable_config("recommended", 12)
+    life, version, kills = None, None, 0
+    while life is None or life.outcome is None:
+        seen = 0
+
+        def kill_at_third(what: str, disk: SimulatedDisk) -> None:
+            nonlocal seen
+            seen += what == moment
+            if seen == 3:
+                disk.kill()
+
+        life = live(
+            config, tmp_path, version=version, at_write=kill_at_third if kills < 4 else None
+        )
+        version, kills = life.published, kills + 1
+    assert kills == 5
+    assert_sound(config, tmp_path, life)
+
+
+@pytest.mark.parametrize("what", ["journal", "batch"])
+def test_a_full_disk_ends_the_run_and_what_is_safe_can_be_resumed(
+    what: str, tmp_path: Path
+) -> None:
+    config = durable_config("recommended", 10)
+
+    def fail_after_step_3(moment: str, disk: SimulatedDisk) -> None:
+        if moment == what and batch_path(tmp_path, 3).exists():
+            full_disk(what)
+
+    life = live(config, tmp_path, at_write=fail_after_step_3)
+    assert life.outcome is not None and life.outcome.exit_reason == "store_failed"
+    assert life.outcome.exit_code == 1 and "no space left" in str(life.outcome.message)
+    assert life.counts[SampleState.DROPPED] == 0
+    assert_sound(config, tmp_path, live(config, tmp_path, version=life.published))
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+    config = durable_config("recommended", 20)
+    life = live(config, tmp_path, stopped_at=25.0)
+    assert life.outcome is not None and life.outcome.exit_reason == "interrupted"
+    again = live(config, tmp_path, version=life.published)
+    assert again.state is not None
+    waiting = life.counts[SampleState.ACCEPTED], life.counts[SampleState.INTERRUPTED]
+    assert (len(again.state.accepted), len(again.state.interrupted)) == waiting
+    assert_sound(config, tmp_path, again)
+
+
+def test_what_was_running_is_issued_again_first_under_its_old_number(tmp_path: Path) -> None:
+    config = durable_config("recommended", 20)
+    life = live(config, tmp_path, killed_at=20.0)
+    again = live(config, tmp_path, version=life.published, killed_at=1e-3)
+    assert again.state is not None and again.state.interrupted
+    database = RunDatabase(tmp_path / "ledger.db")
+    later = read_state(database, life.published)
+    known = {group_id for group_id, _ in again.state.interrupted}
+    first = {group_id for group_id, _ in later.interrupted}
+    assert known <= first and min(first - known, default=10**9) >= again.state.num_admitted
+    tasks = dict(again.state.interrupted)
+    assert all(dict(later.interrupted)[one] == tasks[one] for one in known)
+
+
+def test_evaluations_go_on_where_they_were(tmp_path: Path) -> None:
+    config = durable_config("recommended", 20).model_copy(
+        update={"eval": EvalConfig(every=4, num_tasks=3)}
+    )
+    life = live(config, tmp_path, killed_at=20.0)
+    assert life.orchestrator.evals
+    last = live(config, tmp_path, version=life.published)
+    versions = [one.version for one in last.orchestrator.evals]
+    assert len(versions) == len(set(versions)) and {0, 20} <= set(versions)
+    assert {one.version for one in life.orchestrator.evals} <= set(versions)
+
+
+def test_admission_pauses_while_the_disk_is_too_far_behind(tmp_path: Path) -> None:
+    config = durable_config("recommended", 6)
+    run = live(config, tmp_path, seconds=lambda: 40.0, max_records=20)
+    ordered = [one for one in run.pauses if one in ("pause", "resume")]
+    assert ordered[:2] == ["pause", "resume"]
+    assert_sound(config, tmp_path, run)
