@@ -1,7 +1,11 @@
 """The planner: workloads whose right answer is known by construction, and round trips."""
 
+import asyncio
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +16,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from headway.cli import main
 from headway.config import PRESETS, Config, DistributionConfig, Preset
 from headway.config.file import dump_config, load_config
 from headway.core.pacing import Pacing
 from headway.errors import ConfigError, RunDirError
 from headway.sim.app import simulate, simulate_in_memory
-from headway.sim.binding import Binding
+from headway.sim.binding import Binding, Window
+from headway.sim.clock import run_virtual
 from headway.sim.distributions import inverse_of
 from headway.sim.fit import _alike, _fit_difficulty, empirical, fit_run
 from headway.sim.plan import Plan, plan
 from headway.sim.predict import Prediction, Setting, predict
-from headway.sim.ranking import is_sound, pareto_front
+from headway.sim.ranking import Objective, beats, is_sound, pareto_front, ranked, reasons
+from headway.sim.run import build_simulation
 from headway.sim.scale import lighter
 from headway.sim.speed import Requests, fit_speed
-from headway.views.plan import block_text, plan_text, write_plot
+from headway.views.plan import block_text, plan_text, write_plot, written_config
 from simulated import sim_config
 from test_cli import headway
 
@@ -41,7 +48,11 @@ SATURATED: dict[str, Any] = {
 """A batch of 8 takes the engine 8 * 48 / 120 = 3.2 s, and the trainer 1 s."""
 
 
-SMALL = sim_config(rollout={"consumer_batch_size": 4, "max_concurrent_rollouts": 12})
+SMALL = sim_config(
+    rollout={"consumer_batch_size": 4, "max_concurrent_rollouts": 12},
+    engine={"update_mode": "finish", "update_seconds": 5000},
+)
+"""Short simulations of it flatter: the engines drain for the longest of many rollouts."""
 
 
 def seen(config: Config, **changes: Any) -> Prediction:
@@ -102,6 +113,49 @@ def test_full_engines_are_told_and_more_staleness_does_not_help() -> None:
     assert more.step_seconds < 0.6 * found[-1].step_seconds
 
 
+def test_slow_weight_updates_are_told() -> None:
+    config = sim_config(
+        engine={"update_mode": "finish", "update_seconds": 5000},
+        rollout={"max_head_offpolicyness": 4, "over_bound": "trim", "max_concurrent_rollouts": 40},
+        simulate={
+            "rollout_seconds": {"kind": "lognormal", "median": 5, "sigma": 1},
+            "train_seconds": 2,
+            "weight_sync_seconds": 0,
+        },
+    )
+    found = seen(config)
+    assert found.binding is Binding.UPDATES
+    assert found.updating_share > 0.5
+    quick = config.model_dump(mode="json")
+    quick["engine"]["update_mode"] = "keep"
+    assert seen(Config.model_validate(quick)).updating_share == 0
+
+
+@pytest.mark.parametrize("rollout_seconds", [0.0, 3.0])
+def test_bursts_of_steps_are_not_looked_at_more_often(rollout_seconds: float) -> None:
+    config = sim_config(
+        rollout={"max_head_offpolicyness": 8, "consumer_batch_size": 1},
+        simulate={
+            "rollout_seconds": rollout_seconds,
+            "train_seconds": 1e-13,
+            "weight_sync_seconds": 0,
+        },
+        run={"steps": 100},
+    )
+
+    async def looks() -> int:
+        window = Window(first=10, last=80, deadline=float("inf"))
+        run = build_simulation(config, metrics=window)
+        running, looking = asyncio.create_task(run.run()), asyncio.create_task(window.watch(run))
+        await window.end.wait()
+        looking.cancel()
+        running.cancel()
+        await asyncio.gather(looking, running, return_exceptions=True)
+        return window.num_looks
+
+    assert run_virtual(looks()) < 100 * 100
+
+
 # --- plans ----------------------------------------------------------------------------------------
 
 
@@ -109,8 +163,8 @@ def test_a_trainer_bound_workload_needs_little_staleness(tmp_path: Path) -> None
     config = sim_config(
         rollout={
             "max_head_offpolicyness": 8,
-            "consumer_batch_size": 4,
-            "max_concurrent_rollouts": 36,
+            "consumer_batch_size": 2,
+            "max_concurrent_rollouts": 18,
         },
         simulate={"rollout_seconds": {"kind": "uniform", "low": 4, "high": 6}, "train_seconds": 8},
     )
@@ -119,7 +173,7 @@ def test_a_trainer_bound_workload_needs_little_staleness(tmp_path: Path) -> None
     assert found.is_complete and now is not None
     assert best.binding is Binding.TRAINER
     assert best.setting.pacing is Pacing.JUST_IN_TIME
-    assert best.setting.max_concurrent <= 8, "rollouts take less than one update"
+    assert best.setting.max_concurrent <= 4, "rollouts take less than one update"
     assert best.head_age_mean <= 1.1 < 7 < now.head_age_mean
     assert best.step_seconds <= 1.015 * min(row.step_seconds for row in found.rows)
     assert is_sound(best)
@@ -173,9 +227,104 @@ def test_the_recommendation_can_be_pasted_and_everything_can_be_shown(
     assert "max_head_offpolicyness:" in shown and found.recommended.binding in shown
 
 
+def test_a_workload_that_takes_no_time_can_be_planned_on(tmp_path: Path) -> None:
+    config = sim_config(
+        rollout={
+            "max_head_offpolicyness": 0,
+            "consumer_batch_size": 1,
+            "max_concurrent_rollouts": 1,
+        },
+        simulate={"rollout_seconds": 0, "train_seconds": 0, "weight_sync_seconds": 0},
+    )
+    found = planned(config, tmp_path, budget=0.5)
+    assert found.recommended.step_seconds == 0
+
+
+def test_the_table_does_not_contradict_the_recommendation(small: Plan) -> None:
+    found, best = small, small.recommended
+    assert found.is_complete and not found.rivals
+    assert {best.setting, *found.front} <= found.confirmed
+    same = [row for row in found.rows if row.setting.engines == best.setting.engines]
+    for row in same:
+        if row.setting in found.confirmed:
+            fine = not beats(row, best) or not is_sound(row)
+            assert fine or row.trimmed_share > best.trimmed_share
+            assert fine or any("No slower and no older" in reason for reason in found.why)
+        else:
+            assert not beats(row, best)
+    assert best.step_seconds <= 1.015 * min(row.step_seconds for row in same)
+
+
+MEASURES = st.tuples(
+    st.floats(9, 12),
+    st.floats(0, 4),
+    st.sampled_from([0.0, 0.01, 0.1, 0.3]),
+    st.booleans(),
+    st.integers(1, 99),
+)
+
+
+@given(measures=st.lists(MEASURES, min_size=1, max_size=12), objective=st.sampled_from(Objective))
+@settings(max_examples=200, deadline=None)
+def test_no_sound_setting_beats_the_best_at_the_same_price(
+    small: Plan, measures: list[tuple[float, float, float, bool, int]], objective: Objective
+) -> None:
+    base = small.recommended
+    rows = [
+        dataclasses.replace(
+            base,
+            setting=dataclasses.replace(base.setting, max_concurrent=size),
+            step_seconds=step,
+            head_age_mean=age,
+            trimmed_share=trimmed,
+            guaranteed=4 if bounded else None,
+        )
+        for step, age, trimmed, bounded, size in measures
+    ]
+    found = ranked(rows, objective, 0.015)
+    assert sorted(map(id, found)) == sorted(map(id, rows))
+    for row in found[1:]:
+        worse = not is_sound(row) or row.trimmed_share > found[0].trimmed_share
+        assert worse or not beats(row, found[0])
+
+
+def test_much_trimming_is_said_plainly(small: Plan) -> None:
+    row = dataclasses.replace(
+        small.recommended, trimmed_share=0.25, longest_5pct_trained_token_share=0.4
+    )
+    told = [*reasons(dataclasses.replace(small, recommended=row), [row], [])]
+    assert any("WARNING: 25 % of the tokens are trimmed" in reason for reason in told)
+    assert any("40 % are trained" in reason for reason in told)
+    assert "longest_5pct_trained_token_share" in small.as_dict()["recommended"]
+
+
+def test_presets_and_the_number_of_hidden_settings_are_shown(tmp_path: Path, small: Plan) -> None:
+    console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
+    console.print(plan_text(small))
+    shown = console.export_text()
+    for preset in Preset:
+        assert f"12  {preset.value} " in shown, "at the concurrency in force"
+    assert f"of {len(small.rows)} settings tried" in shown
+
+
+def test_what_is_written_leaves_the_run_alone(tmp_path: Path, small: Plan) -> None:
+    content = SMALL.model_dump(mode="json")
+    content["rollout"]["filters"] = ["truncated"]
+    content["run"]["dir"] = str(tmp_path / "run")
+    own = Config.model_validate(content)
+    written = written_config(small, own, "better.yaml")
+    assert Setting.of(written) == small.recommended.setting
+    assert written.run.dir == f"{own.run.dir}-better"
+    assert written.rollout.filters == own.rollout.filters, "and not those of the fitted workload"
+    assert written.simulate == small.config.simulate
+    Path(written.run.dir).mkdir()
+    assert written_config(small, own, "better.yaml").run.dir == f"{own.run.dir}-better-2"
+
+
 def test_on_the_front_nobody_is_faster_and_younger(small: Plan) -> None:
     rows = small.rows
     front = pareto_front(rows)
+    assert small.front <= small.confirmed
     for row in rows:
         better = [
             one
@@ -297,7 +446,7 @@ def test_a_run_that_is_too_short_or_left_no_trace_cannot_be_planned_on(tmp_path:
     with pytest.raises(RunDirError, match=r"4 trained batches .* at least 5"):
         fit_run(tmp_path / "run")
     (tmp_path / "run" / "trace.jsonl").unlink()
-    with pytest.raises(RunDirError, match="no trace"):
+    with pytest.raises(RunDirError, match=r"there is no trace\.jsonl"):
         fit_run(tmp_path / "run")
     with pytest.raises(RunDirError, match="neither a run directory nor"):
         plan(tmp_path / "none")
@@ -387,16 +536,45 @@ def test_a_lighter_workload_takes_the_same_time() -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_prints_json_alone_and_leaves_a_plot(tmp_path: Path) -> None:
-    (tmp_path / "w.yaml").write_text(dump_config(sim_config()), encoding="utf-8")
-    words = ["--budget", "2", "--jobs", "1", "--json", "--quiet", "--write", "best.yaml"]
-    done = headway("plan", "w.yaml", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_command_prints_json_alone_and_leaves_a_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    run = {"steps": 12, "dir": "runs/here"}
+    (tmp_path / "in" / "w.yaml").write_text(dump_config(sim_config(run=run)), encoding="utf-8")
+    words = ["--budget", "1", "--jobs", "1", "--json", "--quiet", "--write", "best.yaml"]
+    done = headway("plan", "in/w.yaml", *words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    assert (found["plot"], (tmp_path / "plan.png").exists()) == ("plan.png", True)
+    assert (found["plot"], (tmp_path / "in" / "plan.png").exists()) == ("in/plan.png", True)
     block = load_config(tmp_path / "best.yaml").rollout
     assert block.max_head_offpolicyness == found["recommended"]["max_head_offpolicyness"]
     assert found["current"]["max_concurrent"] == 64
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "best.yaml", "--quiet", "--json"]) == 0
+    assert (tmp_path / "runs" / "here-best" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_prints_what_was_found(tmp_path: Path, jobs: int) -> None:
+    (tmp_path / "w.yaml").write_text(dump_config(sim_config()), encoding="utf-8")
+    words = ["plan", "w.yaml", "--jobs", str(jobs), "--plot", "drawn.svg"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "headway", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert first.startswith("survey: 1 of"), "progress is told where there is no terminal, too"
+    assert process.returncode == 130, err
+    assert "was interrupted" in out and "max_head_offpolicyness:" in out
+    assert (tmp_path / "drawn.svg").exists()
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -404,13 +582,25 @@ def test_the_command_prints_json_alone_and_leaves_a_plot(tmp_path: Path) -> None
     [
         (["plan"], "requires an argument"),
         (["plan", "none"], "none is neither a run directory nor a YAML file"),
-        (["plan", "."], "holds no trace"),
+        (["plan", "."], "holds no run to plan on"),
         (["plan", "w.yaml", "--budget", "0"], "--budget 0"),
+        (["plan", "w.yaml", "--budget", "nan"], "--budget nan"),
         (["plan", "w.yaml", "--objective", "best"], "--objective"),
+        (["plan", "w.yaml", "--plot", "x.foo"], "--plot x.foo: the name must end in .png or .svg"),
+        (["plan", "w.yaml", "--plot", "none/x.png"], "--plot none/x.png: No such file"),
+        (["plan", "w.yaml", "--write", "."], "--write .: Is a directory"),
     ],
 )
-def test_bad_usage_is_told(tmp_path: Path, words: list[str], told: str) -> None:
+def test_bad_usage_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    told: str,
+) -> None:
     (tmp_path / "w.yaml").write_text(dump_config(sim_config()), encoding="utf-8")
-    done = headway(*words, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert told in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and told in error
+    assert [one.name for one in tmp_path.iterdir()] == ["w.yaml"], "nothing was left behind"

@@ -223,16 +223,13 @@ def plan(
 
 def _check_writable(file: Path, what: str) -> None:
     """Refuse a file that cannot be written, before anything expensive is done for it."""
-    folder = file.parent
-    reason = None
-    if file.is_dir():
-        reason = "is a folder; give the name of a file"
-    elif not folder.is_dir():
-        reason = f"there is no folder {folder}"
-    elif not os.access(file if file.exists() else folder, os.W_OK):
-        reason = "no permission to write there; give another place"
-    if reason is not None:
-        raise ConfigError(f"{what}: {reason}")
+    try:
+        existed = file.exists()
+        file.open("ab").close()  # permissions alone do not tell: a disk can be read-only
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror}; give a file that can be written") from error
 
 
 def _write_plan(

@@ -154,6 +154,11 @@ class Dispatcher:
             self._closed = True
             self._changed.notify()
 
+    def abandon(self) -> None:
+        """The run has ended: nothing starts any more, whoever still pumps."""
+        self._closed = True
+        self._evals.clear()
+
     def pump(self) -> None:
         """Start what can be started now. Whoever may have opened the gate calls this."""
         if self._tasks is not None and self._start_samples(self._tasks):

@@ -232,6 +232,7 @@ class Orchestrator:
             # All parts were cancelled; code of the user's can refuse to end.
             await asyncio.wait({parts}, timeout=self.config.run.shutdown_seconds)
         except asyncio.CancelledError:
+            self.dispatcher.abandon()
             parts.cancel()
             raise
         if parts.done():
@@ -273,6 +274,7 @@ class Orchestrator:
 
     def _end_with(self, outcome: Outcome) -> None:
         self._ended = self._ended or outcome
+        self.dispatcher.abandon()
         self._ending.notify()
 
     async def _part(self, name: str, part: Awaitable[None], may_end: bool) -> None:

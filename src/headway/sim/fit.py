@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.config import Config
+from headway.config import Config, UpdateMode
 from headway.config.file import load_config
 from headway.core.filters import FilterName
 from headway.errors import RunDirError
@@ -79,7 +79,9 @@ def fit_run(run_dir: Path) -> Fit:
     rows = read_trace(run_dir)
     config = load_config(where.config)
     record = _Record.of(rows)
-    num_steps = len(record.served)
+    if config.engine.update_mode is UpdateMode.FINISH:
+        record.leave_drains_out()
+    num_steps = max(record.served, default=0) - min(record.served, default=1) + 1
     if num_steps < MIN_STEPS or not record.rollouts:
         raise RunDirError(
             f"{run_dir} holds {num_steps} trained batches in its trace, and a plan needs at least "
@@ -87,7 +89,8 @@ def fit_run(run_dir: Path) -> Fit:
             "simulate) and plan on that"
         )
     notes: list[str] = []
-    slots = _slots(run_dir)
+    # Engines that drain make requests wait whatever their slots.
+    slots = None if record.held else _slots(run_dir)
     speed = fit_speed(record.requests(), num_engines=config.engine.count, slots=slots)
     if speed.error > UNEVEN:
         notes.append(
@@ -117,7 +120,7 @@ def fit_run(run_dir: Path) -> Fit:
     return Fit(
         config=Config.model_validate(content),
         num_steps=num_steps,
-        step_seconds=(record.served[-1] - record.served[0]) / (num_steps - 1),
+        step_seconds=(max(record.served.values()) - min(record.served.values())) / (num_steps - 1),
         head_age_mean=record.head_age_mean(config),
         loads=(speed.min_load, speed.max_load),
         speed_error=speed.error,
@@ -166,8 +169,11 @@ class _Record:
     num_failed: int = 0
     taken: dict[int, tuple[float, list[int]]] = field(default_factory=dict)
     announced: dict[int, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
-    served: list[float] = field(default_factory=list)
+    served: dict[int, float] = field(default_factory=dict)
+    """By version; one that a newer one overtook is missing."""
     frozen: list[tuple[float, float]] = field(default_factory=list)
+    held: list[tuple[float, float]] = field(default_factory=list)
+    """Spans in which new requests waited at engines that drained."""
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> "_Record":
@@ -190,7 +196,7 @@ class _Record:
                 case "announced":
                     record.announced[row["version"]] = row["t"], row.get("stats", {})
                 case "served":
-                    record.served.append(row["t"])
+                    record.served[row["version"]] = row["t"]
                     record.frozen.append((record.announced[row["version"]][0], row["t"]))
         return record
 
@@ -212,18 +218,31 @@ class _Record:
         self.groups[row["id"]] = group
         self.heads[row["id"]] = [[version for version, _ in one["runs"]] for one in row["rollouts"]]
 
+    def leave_drains_out(self) -> None:
+        """Begin every update where the last rollout before it ended: with `finish` the engines go
+        on sampling from the announcement until then, and a simulation drains by itself."""
+        ends = np.sort([one.started_at + one.seconds for one in self.rollouts])
+        for index, (announced_at, served_at) in enumerate(self.frozen):
+            before = int(np.searchsorted(ends, served_at + 1e-6))  # an end can free the update
+            drained_at = float(ends[before - 1]) if before else announced_at
+            self.frozen[index] = max(announced_at, drained_at), served_at
+            self.held.append((announced_at, served_at))
+
     @property
     def sync_seconds(self) -> list[float]:
-        """From announced to served, of every version."""
+        """From announced to served, of every version; without the drain before it."""
         return [end - start for start, end in self.frozen]
 
     def requests(self) -> Requests:
         """One entry per rollout. Tool time is put at its end: the trace has only its sum."""
         start = np.array([one.started_at for one in self.rollouts])
         seconds = np.array([one.seconds - one.environment for one in self.rollouts])
+        end = start + np.maximum(seconds, 1e-9)
+        for held_from, held_to in self.held:
+            start[(start >= held_from) & (start < held_to) & (end > held_to)] = held_to
         return Requests(
             started_at=start,
-            ended_at=start + np.maximum(seconds, 1e-9),
+            ended_at=end,
             num_tokens=np.array([one.num_tokens for one in self.rollouts], float),
             frozen=self.frozen,
         )

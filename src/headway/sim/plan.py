@@ -269,13 +269,30 @@ class _Search:
         self.run(Round.VARIANTS, self._variants())
         best = candidates(self.found(), current, self.objective)[:NUM_CONFIRMED]
         self.run(Round.CONFIRM, [current, *best, *presets_of(current)])
-        while self.seconds < self.budget:
+        before = -1
+        while self.seconds < self.budget and self.num_simulations > before:
+            before = self.num_simulations
             if rivals := self.rivals():
                 self.run(Round.CONFIRM, rivals[:NUM_AT_ONCE])
             elif self.skipped:
                 self.run(Round.REST, [*self.skipped][:NUM_AT_ONCE])
+            elif twins := self._twins():
+                self.run(Round.CONFIRM, twins)
             else:
                 return
+
+    def _twins(self) -> list[Setting]:
+        """The best setting with other numbers of engines, where not simulated at length yet."""
+        engines = self.current.engines
+        sure = [row for row in self.found() if row.setting in self.confirmed]
+        best = ranked(
+            [one for one in sure if one.setting.engines == engines], self.objective, TOLERANCE
+        )
+        return [
+            setting
+            for setting in sorted(self.results.keys() - self.confirmed - self.refused.keys())
+            if best and dataclasses.replace(setting, engines=engines) == best[0].setting
+        ]
 
     def _variants(self) -> list[Setting]:
         varied = candidates(self.found(), self.current, self.objective)[:NUM_VARIED]
@@ -371,7 +388,9 @@ def _conclude(source: Path, search: _Search) -> Plan:
         rows=tuple(row for rows in (sure, *_ranked(objective, brief, others)) for row in rows),
         confirmed=frozenset(search.confirmed),
         rivals=frozenset(search.rivals()) if search.confirmed else frozenset(),
-        front=frozenset(row.setting for row in pareto_front(confirmed)),
+        front=frozenset(
+            row.setting for row in pareto_front(confirmed) if row.setting in search.confirmed
+        ),
         current=search.results.get(search.current),
         failure=search.refused.get(search.current),
         recommended=sure[0],

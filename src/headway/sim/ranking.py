@@ -175,15 +175,16 @@ def reasons(
     best = plan.recommended
     fastest = min(confirmed, key=lambda row: (row.step_seconds, row is not best))
     behind = _change(best.step_seconds, fastest.step_seconds)
+    how = "at length" if plan.confirmed else "briefly (none was at length)"
     if fastest is best:
         yield (
-            f"{best.step_seconds:.3g} s a step, the fastest of the settings that were simulated at "
-            f"length, at a mean head age of {best.head_age_mean:.2f}"
+            f"{best.step_seconds:.3g} s a step, the fastest of the settings simulated {how}, at a "
+            f"mean head age of {best.head_age_mean:.2f}"
         )
     else:
         yield (
             f"{best.step_seconds:.3g} s a step, {100 * behind:.1f} % behind the fastest simulated "
-            f"at length ({_named(fastest)}), at a mean head age of {best.head_age_mean:.2f}"
+            f"{how} ({_named(fastest)}), at a mean head age of {best.head_age_mean:.2f}"
         )
     yield f"What limits it: {BINDING_TEXT[best.binding]} ({best.evidence})"
     refused = objection(fastest)
@@ -202,7 +203,8 @@ def reasons(
     for row in sorted(others, key=lambda row: row.setting.engines):
         if _same_but_engines(row.setting, best.setting):
             change = _change(row.step_seconds, best.step_seconds)
-            yield f"With engine.count {row.setting.engines}: step time {100 * change:+.1f} %"
+            doubt = "" if row.setting in plan.confirmed else " (simulated only briefly)"
+            yield f"With engine.count {row.setting.engines}: step time {100 * change:+.1f} %{doubt}"
     if best.binding is Binding.ENGINES:
         yield "More S or concurrency cannot help: only faster or more engines can"
     if best.is_extrapolated:
