@@ -12,7 +12,7 @@ REAL_MODEL := .cache/real/model
 # The first of runs/NAME-1, runs/NAME-2, ... that is free.
 next_run = $$(n=1; while [ -e runs/$(1)-$$n ]; do n=$$((n + 1)); done; echo runs/$(1)-$$n)
 
-.PHONY: help demo demo-sync test test-vllm test-sglang lint types bench docs plots clean
+.PHONY: help demo demo-sync test test-kill test-vllm test-sglang lint types bench docs plots clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,6 +35,9 @@ demo-sync: $(STAMP) ## the same, synchronous (S = 0)
 
 test: $(STAMP) ## all tests
 	$(BIN)/python -m pytest
+
+test-kill: $(STAMP) ## a real run, killed fifty times and resumed
+	HEADWAY_KILLS=50 $(BIN)/python -m pytest --timeout=3600 tests/test_kill.py
 
 test-vllm: $(STAMP) $(VLLM)/.installed $(REAL_MODEL) ## two real vLLM servers on the CPU, and runs on them
 	HEADWAY_REAL_KIND=vllm HEADWAY_REAL_PYTHON=$(VLLM)/bin/python \
@@ -68,6 +71,7 @@ bench: $(STAMP) ## CPU time per rollout and per request: loop, simulation, engin
 	$(BIN)/python -m benchmarks.control_loop
 	$(BIN)/python -m benchmarks.simulator
 	$(BIN)/python -m benchmarks.engine_client
+	$(BIN)/python -m benchmarks.durability
 
 docs: $(STAMP) ## write docs/configuration.md from the models
 	$(BIN)/python -m headway.config.reference > docs/.configuration.md

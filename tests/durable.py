@@ -8,10 +8,11 @@ from typing import Any
 
 from headway.config import Config
 from headway.core.ledger import SampleState
-from headway.core.records import RunState, Served
+from headway.core.records import Record, RunState, Served
 from headway.core.rollout import Batch
 from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome
+from headway.ports import Journal
 from headway.sim.clock import run_virtual
 from headway.sim.disk import SimulatedDisk
 from headway.sim.run import build_simulation
@@ -48,6 +49,21 @@ class Life:
         return self.orchestrator.ledger.counts
 
 
+class Tapped:
+    """A journal that shows every record to somebody first."""
+
+    def __init__(self, journal: Journal, on_record: Callable[[Record], None]) -> None:
+        self._journal = journal
+        self._on_record = on_record
+        self.flush = journal.flush
+        self.run = journal.run
+
+    def record(self, record: Record) -> None:
+        """Show it, and pass it on."""
+        self._on_record(record)
+        self._journal.record(record)
+
+
 def live(
     config: Config,
     folder: Path,
@@ -58,6 +74,7 @@ def live(
     at_write: Callable[[str, SimulatedDisk], None] | None = None,
     seconds: Callable[[], float] = lambda: 0.0,
     max_records: int = MAX_RECORDS,
+    on_record: Callable[[Record], None] | None = None,
 ) -> Life:
     """One life: the first of a run, or, with the version of a checkpoint, one that resumes it.
 
@@ -75,13 +92,14 @@ def live(
             adopt_batch(disk.database, folder)
             state = read_state(disk.database, version)
             disk.database.apply([Served(version=version)])
+        journal = disk.journal if on_record is None else Tapped(disk.journal, on_record)
         rows, trace = RowList(), RowList()
         orchestrator = build_simulation(
             config,
             metrics=rows,
             store=disk,
             resume=state,
-            replaced={"journal": disk.journal, "trace": trace},
+            replaced={"journal": journal, "trace": trace},
         )
         loop = asyncio.get_running_loop()
         if killed_at is not None:

@@ -100,5 +100,6 @@ class GroupedJournal:
             self.num_transactions += 1
         except StoreError as error:
             self._failure = error
+            self._has_news.set()  # whoever found it, `run` is where it ends the run
         finally:
             self._writing = None

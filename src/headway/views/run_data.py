@@ -52,8 +52,8 @@ class RunData:
             run_dir=run_dir,
             run=(kinds["run"] or [{}])[0],
             intervals=kinds["interval"],
-            steps=kinds["step"],
-            evals=kinds["eval"],
+            steps=_latest(kinds["step"], "step"),
+            evals=_latest(kinds["eval"], "version", "env"),
             events=kinds["event"],
             summary=summary,
             config=_read_yaml(run_dir / "config.yaml"),
@@ -117,6 +117,15 @@ class RunData:
             counts = section(row, key)
             total.update({name: integer(counts, name) or 0 for name in counts})
         return total
+
+
+def _latest(rows: list[Row], *keys: str) -> list[Row]:
+    """Of rows about the same, the last: a resumed run trains some batches again."""
+    latest: dict[tuple[Any, ...], Row] = {}
+    for index, row in enumerate(rows):
+        name = tuple(value(row, key) for key in keys)
+        latest[(index,) if None in name else ("", *name)] = row
+    return list(latest.values())
 
 
 def _read_rows(path: Path) -> tuple[list[Row], int]:
