@@ -416,13 +416,9 @@ class Orchestrator:
         for shipped, weights in self._in_training.served(self.trace.at, version, first=first):
             for group_id in shipped.group_ids:
                 self.ledger.move(group_id, SampleState.TRAINED)
-            row = self.log.trained(
-                shipped,
-                VersionServed(weights, served.sync_seconds),
-                now=self._loop.time(),
-                admissions=self.dispatcher.admissions,
-            )
-            self._emit(row)
+            each = VersionServed(weights, served.sync_seconds)
+            admissions, now = self.dispatcher.admissions, self._loop.time()
+            self._emit(self.log.trained(shipped, each, now=now, admissions=admissions))
         if version >= self.config.run.steps:
             self.dispatcher.close()
             self._done.notify()
