@@ -9,6 +9,7 @@ import pytest
 from durable import Life, batches_of, live
 from headway.config import Config, EvalConfig
 from headway.core.ledger import SampleState
+from headway.core.records import Lost, Record
 from headway.core.rollout import Batch
 from headway.sim.disk import SimulatedDisk, full_disk
 from headway.store.batches import batch_path
@@ -57,6 +58,7 @@ def assert_sound(config: Config, folder: Path, last: Life) -> list[Batch]:
         assert all(batch.step - head >= 0 for head in heads)
         assert bound is None or all(batch.step - head <= bound for head in heads)
     last.orchestrator.ledger.check()
+    assert_goes_on_in_order(last)
     database = RunDatabase(folder / "ledger.db")
     state = read_state(database, steps)
     state.check(size)
@@ -73,6 +75,18 @@ def assert_sound(config: Config, folder: Path, last: Life) -> list[Batch]:
     assert on_disk == counts
     database.close()
     return batches
+
+
+def assert_goes_on_in_order(life: Life) -> None:
+    """What was running is issued first, under its old number; then prompts of dropped samples."""
+    if life.state is None:
+        return
+    admitted = [row for row in life.trace if row["e"] == "admitted"]
+    numbers = [one for one, _ in life.state.interrupted]
+    assert [row["id"] for row in admitted[: len(numbers)]] == numbers[: len(admitted)]
+    again = {task.position for task in life.state.requeued}
+    soon = admitted[len(numbers) : len(numbers) + 100]
+    assert len(soon) < 100 or again <= {row["position"] for row in soon}
 
 
 def killed_often(config: Config, folder: Path, rng: np.random.Generator, kills: int) -> Life:
@@ -139,6 +153,7 @@ MOMENTS = ("journal", "journal written", "batch", "batch written")
 def test_a_kill_around_every_write_leaves_a_run_that_goes_on(moment: str, tmp_path: Path) -> None:
     config = durable_config("recommended", 12)
     life, version, kills = None, None, 0
+    written: dict[Path, bytes] = {}
     while life is None or life.outcome is None:
         seen = 0
 
@@ -152,6 +167,8 @@ def test_a_kill_around_every_write_leaves_a_run_that_goes_on(moment: str, tmp_pa
             config, tmp_path, version=version, at_write=kill_at_third if kills < 4 else None
         )
         version, kills = life.published, kills + 1
+        assert all(path.read_bytes() == content for path, content in written.items())
+        written = {path: path.read_bytes() for path in (tmp_path / "batches").glob("*.parquet")}
     assert kills == 5
     assert_sound(config, tmp_path, life)
 
@@ -196,6 +213,33 @@ def test_what_was_running_is_issued_again_first_under_its_old_number(tmp_path: P
     assert known <= first and min(first - known, default=10**9) >= again.state.num_admitted
     tasks = dict(again.state.interrupted)
     assert all(dict(later.interrupted)[one] == tasks[one] for one in known)
+
+
+def test_prompts_of_dropped_samples_are_not_forgotten(tmp_path: Path) -> None:
+    """The run is killed as soon as a drop is on disk, while all places are taken."""
+    config = durable_config("ship", 30, max_head_offpolicyness=1, max_concurrent_rollouts=24)
+    num_waiting, version = 0, None
+    for _ in range(6):
+        dropped: list[Record] = []
+
+        def see(record: Record, dropped: list[Record] = dropped) -> None:
+            if isinstance(record, Lost) and record.is_requeued:
+                dropped.append(record)
+
+        def kill(what: str, disk: SimulatedDisk, dropped: list[Record] = dropped) -> None:
+            if what == "journal written" and dropped:
+                disk.kill()
+
+        life = live(config, tmp_path, version=version, at_write=kill, on_record=see)
+        if life.outcome is not None:
+            break
+        version = life.published
+        assert_goes_on_in_order(life)
+        num_waiting += len(life.state.requeued) if life.state else 0
+    assert num_waiting
+    if life.outcome is None:
+        life = live(config, tmp_path, version=version)
+    assert_sound(config, tmp_path, life)
 
 
 def test_evaluations_go_on_where_they_were(tmp_path: Path) -> None:

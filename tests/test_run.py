@@ -206,7 +206,7 @@ def test_an_environment_that_ignores_its_cancellation_cannot_hold_up_the_end(
     code, summary, said = run.end()
     assert code == 143, said
     assert summary["exit_reason"] == "interrupted"
-    assert summary["samples"]["dropped"] == summary["samples"]["admitted"] == 12
+    assert summary["samples"]["interrupted"] == summary["samples"]["admitted"] == 12
     assert "did not end when they were cancelled" in rows.read_text()
 
 
