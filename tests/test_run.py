@@ -201,7 +201,7 @@ def test_an_environment_that_ignores_its_cancellation_cannot_hold_up_the_end(
 ) -> None:
     run = start("--envs.0.args.reward", "stubborn", "--run.shutdown_seconds", "2")
     rows = run.dir / "metrics.jsonl"
-    run.until(lambda: rows.exists() and '"interval"' in rows.read_text())
+    run.until(lambda: rows.exists() and '"num_running":12' in rows.read_text())
     run.process.send_signal(signal.SIGTERM)
     code, summary, said = run.end()
     assert code == 143, said
