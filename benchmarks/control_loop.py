@@ -53,6 +53,7 @@ def config_for(in_flight: int) -> Config:
             },
             "actor": {"advantage": "mean"},
             "eval": {"every": 0},
+            "weights": {"keep_last": 100},
             "simulate": {
                 "train_seconds": 0.0,
                 "weight_sync_seconds": 0.0,

@@ -520,6 +520,34 @@ def test_engines_that_load_slowly_do_not_keep_the_trainer_waiting() -> None:
     assert idle(4.0) > 0
 
 
+@pytest.mark.parametrize("keep_last", [3, 4, 7])
+def test_the_trainer_never_publishes_past_what_engines_are_loading(keep_last: int) -> None:
+    config = sim_config(
+        run={"steps": 40},
+        rollout={"max_head_offpolicyness": 20, "max_concurrent_rollouts": 200},
+        weights={"keep_last": keep_last},
+        simulate={
+            "rollout_seconds": {"kind": "constant", "value": 1.0},
+            "train_seconds": 0.5,
+            "weight_sync_seconds": 5.0,
+        },
+    )
+    most = 0
+
+    async def watch(orchestrator: Orchestrator) -> None:
+        nonlocal most
+        while True:
+            # What the trainer may have published by now: it has every batch that was shipped.
+            published = orchestrator.ship_gate.num_shipped
+            most = max(most, published - orchestrator.policy.version)
+            await asyncio.sleep(0.1)
+
+    run = simulate_in_memory(config, script=watch)
+    assert run.outcome.exit_code == 0, run.outcome
+    # The one that is being loaded is the oldest but one of those that are kept.
+    assert most == keep_last - 1
+
+
 class FullDisk(MemoryStore):
     async def write_batch(self, batch: Batch) -> None:
         if batch.step == 3:

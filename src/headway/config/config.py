@@ -210,6 +210,18 @@ class Config(Section):
             spare_samples=rollout.consumer_batch_size,
         )
 
+    @property
+    def batches_ahead(self) -> int:
+        """Of `rollout.max_batches_ahead`, what has an effect: a batch more than `S` versions ahead
+        could hold nothing that is young enough."""
+        return min(self.rollout.max_batches_ahead, self.rollout.max_head_offpolicyness)
+
+    @property
+    def max_unserved(self) -> int:
+        """Versions that may be announced and not served yet, so that the trainer, which has batches
+        for that many and `batches_ahead`, never deletes the one that engines are loading."""
+        return self.weights.keep_last - 2 - max(self.batches_ahead - 1, 0)
+
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         labels = [env.label for env in self.envs]
@@ -264,6 +276,13 @@ class Config(Section):
                 "actor.ppo_n_minibatches",
                 f"{actor.ppo_n_minibatches} minibatches cannot be made of the {num_rollouts} "
                 "rollouts of a batch (consumer_batch_size * group_size)",
+            )
+        if self.max_unserved < 1:
+            yield (
+                "rollout.max_batches_ahead",
+                f"{self.batches_ahead} batches ahead with weights.keep_last = "
+                f"{self.weights.keep_last}: the trainer would delete a version that engines are "
+                f"loading; raise keep_last to {self.batches_ahead + 2}",
             )
 
     @property

@@ -6,7 +6,6 @@ are said to be in the loss.
 """
 
 from array import array
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -29,21 +28,17 @@ class Fate(IntEnum):
     """A filter named its sample."""
 
 
-def _integers() -> "array[int]":
-    return array("L")
-
-
-@dataclass(slots=True)
 class Bias:
-    """Length, turns, environment and fate of every rollout whose fate is decided."""
+    """Length, turns, environment and fate of every rollout whose fate is decided; 15 B each."""
 
-    _tokens: "array[int]" = field(default_factory=_integers)
-    _in_loss: "array[int]" = field(default_factory=_integers)
-    _turns: "array[int]" = field(default_factory=_integers)
-    _fates: "array[int]" = field(default_factory=_integers)
-    _envs: "array[int]" = field(default_factory=_integers)
-    _names: dict[str, int] = field(default_factory=dict)
-    _last: int = 0
+    def __init__(self) -> None:
+        self._tokens = array("I")
+        self._in_loss = array("I")
+        self._turns = array("I")
+        self._fates = array("B")
+        self._envs = array("H")
+        self._names: dict[str, int] = {}
+        self._last = 0
 
     def add(self, group: Group, fate: Fate) -> None:
         """Count the rollouts of a group; a trained one with an empty loss mask is `EMPTIED`."""

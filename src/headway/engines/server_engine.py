@@ -13,7 +13,7 @@ answer is refused until an update went through, also those of requests sent befo
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -275,7 +275,8 @@ class ServerEngine(ABC):
 
     @abstractmethod
     async def _load(self, folder: Path, version: int) -> None:
-        """Pause, load, label, go on; sets `_pause_seconds`, calls `_break` when half done."""
+        """Pause, load, label, go on; sets `_pause_seconds`. What must not stay half done is done
+        in `_breaking`."""
 
     @abstractmethod
     async def _resume(self) -> None:
@@ -321,6 +322,16 @@ class ServerEngine(ABC):
                 # Again and again: a request that was still on its way is not aborted.
                 await self._abort_all()
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
+
+    @contextlib.contextmanager
+    def _breaking(self, version: int) -> Iterator[None]:
+        """Around what leaves nobody knowing which weights are served unless it succeeds, however it
+        ends: a cancellation, too."""
+        try:
+            yield
+        except BaseException as error:
+            self._break(version, error)
+            raise
 
     def _break(self, version: int, error: BaseException) -> None:
         self._num_breaks += 1

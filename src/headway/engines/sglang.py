@@ -177,16 +177,13 @@ class SglangEngine(ServerEngine):
                 mode = "in_place" if self._keeps_in_place else "retract"
                 await self._http.call("POST", "/pause_generation", {"mode": mode})
                 await self._change(folder, version)
-            except BaseException:
+            except BaseException:  # re-raised
                 # The first error is the one to report, whatever comes of the resume.
                 with contextlib.suppress(EngineError):
                     await self._resume()
                 raise
-            try:
+            with self._breaking(version):
                 await self._resume()
-            except BaseException as error:
-                self._break(version, error)
-                raise
         self._pause_seconds = loop.time() - paused_at
 
     async def _change(self, folder: Path, version: int) -> None:
@@ -206,30 +203,19 @@ class SglangEngine(ServerEngine):
                     self._break(version, error)
                 raise
             was_flushed = False
-            await self._repair_label(version)
-        except BaseException as error:
+            with self._breaking(version):  # the weights are new, the label that it tells is old
+                await self._set_label(version)
+        except BaseException as error:  # what is under way when it is cancelled may still happen
             self._break(version, error)
             raise
         self._salts = self._salts or not was_flushed
-        try:
+        with self._breaking(version):
             label = await self._label()
-        except BaseException as error:
-            self._break(version, error)
-            raise
-        if label != str(version):
-            mislabelled = EngineError(
-                f"engine {self._name} labels its weights {label!r} after loading version {version}"
-            )
-            self._break(version, mislabelled)
-            raise mislabelled
-
-    async def _repair_label(self, version: int) -> None:
-        """The weights are new, the label that it tells is old."""
-        try:
-            await self._set_label(version)
-        except BaseException as error:
-            self._break(version, error)
-            raise
+            if label != str(version):
+                raise EngineError(
+                    f"engine {self._name} labels its weights {label!r} after loading version "
+                    f"{version}"
+                )
 
     async def _resume(self) -> None:
         await self._http.call("POST", "/continue_generation", {})

@@ -132,18 +132,15 @@ class VllmEngine(ServerEngine):
         try:
             await self._pause()
             await self._change(folder, version)
-        except BaseException:
+        except BaseException:  # re-raised
             # A vLLM server whose weights are half loaded dies of the first token: it stays paused
             # until an update went through. The first error is the one to report in any case.
             if self._broken is None or not self._is_vllm:
                 with contextlib.suppress(EngineError):
                     await self._resume()
             raise
-        try:
+        with self._breaking(version):
             await self._resume()
-        except BaseException as error:
-            self._break(version, error)
-            raise
         self._pause_seconds = loop.time() - paused_at
 
     @property
@@ -169,16 +166,13 @@ class VllmEngine(ServerEngine):
                 raise  # the old weights stay, under their own label
             self._break(version, error)
             raise EngineError(self._broken) from error
-        except BaseException as error:
+        except BaseException as error:  # what is under way when it is cancelled may still happen
             self._break(version, error)
             raise
-        try:
+        with self._breaking(version):
             await self._set_label(version)
             if self._update_mode is not UpdateMode.KEEP:
                 await self._http.call("POST", "/reset_prefix_cache")
-        except BaseException as error:
-            self._break(version, error)
-            raise
 
     async def _resume(self) -> None:
         try:

@@ -108,7 +108,8 @@ class Orchestrator:
         self.bound = config.bound
         self.policy = PolicyHandle(start.version)
         self._journal = ports.journal or NoJournal()
-        self.trace = Trace(now=self._now, sink=ports.trace, record=self._journal.record)
+        record = ports.journal.record if ports.journal else None
+        self.trace = Trace(now=self._now, sink=ports.trace, record=record)
         self.ledger = resume.ledger(batch_size) if resume else Ledger(start)
         self.waits = WaitBoard()
         self.gate = config.gate
@@ -161,6 +162,7 @@ class Orchestrator:
             policy=self.policy,
             waits=self.waits,
             update_seconds=config.engine.update_seconds + UPDATE_GRACE_SECONDS,
+            max_unserved=config.max_unserved,
             on_announced=self._on_announced,
             on_served=self._on_served,
         )
@@ -173,7 +175,7 @@ class Orchestrator:
             trainer=ports.trainer,
             waits=self.waits,
             trace=self.trace,
-            max_batches_ahead=rollout.max_batches_ahead,
+            batches_ahead=config.batches_ahead,
             steps=range(num_batches, config.run.steps),
             reshipped=range(start.version, num_batches),
             flush=self._journal.flush,

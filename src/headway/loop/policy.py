@@ -26,10 +26,11 @@ class PolicyHandle:
         return self._announced
 
     def announce(self, version: int) -> None:
-        """The trainer has published `version`. Raises InvariantError going back."""
+        """The trainer has published `version`: wake waiters. Raises InvariantError going back."""
         if version <= self._announced:
             raise InvariantError(f"version {version} was published after {self._announced}")
         self._announced = version
+        self._changed.notify()
 
     def advance(self, version: int) -> None:
         """All engines serve `version`: wake waiters. Raises InvariantError going back, or when it
@@ -45,3 +46,7 @@ class PolicyHandle:
     async def reached(self, version: int) -> None:
         """Return once the version is at least `version`; the caller has the deadline."""
         await self._changed.until(lambda: self._version >= version)
+
+    async def published(self, version: int) -> None:
+        """Return once `version` is announced; the caller has the deadline."""
+        await self._changed.until(lambda: self._announced >= version)

@@ -22,7 +22,7 @@ from headway.ports import RunStore, TrainerLink
 
 
 class ShipGate:
-    """Ships batch `k` once the trainer has published version `k - max_batches_ahead`.
+    """Ships batch `k` once the trainer has published version `k - batches_ahead`.
 
     A batch is put together as late as that, then persisted, then handed over, in this order. That
     it holds these samples is recorded between the last two, and what it is made of before it is
@@ -30,8 +30,6 @@ class ShipGate:
     not can be put on record (`store/recovery.py`).
 
     Args:
-        max_batches_ahead: at most `S` of them have an effect: a batch further ahead could hold
-            nothing that is young enough.
         reshipped: batches of an earlier life that are handed over again, as they are on disk.
         flush: makes safe what has been recorded. Raises StoreError.
         pacing: what the pacing remembers, for the record.
@@ -53,7 +51,7 @@ class ShipGate:
         trainer: TrainerLink,
         waits: WaitBoard,
         trace: Trace,
-        max_batches_ahead: int,
+        batches_ahead: int,
         steps: range,
         reshipped: range,
         flush: Callable[[], Awaitable[None]],
@@ -72,7 +70,7 @@ class ShipGate:
         self._trainer = trainer
         self._waits = waits
         self._trace = trace
-        self._ahead = min(max_batches_ahead, bound.max_age)
+        self._ahead = batches_ahead
         self._steps = steps
         self._reshipped = reshipped
         self._flush = flush
@@ -102,11 +100,6 @@ class ShipGate:
     def is_parked(self) -> bool:
         """Whether a full batch waits for the trainer."""
         return self._sink.is_full and not self._is_due
-
-    @property
-    def is_starved(self) -> bool:
-        """Whether the trainer could have a batch and there is none."""
-        return self._ready is not None and self._taken is None
 
     @property
     def _is_due(self) -> bool:
@@ -198,6 +191,9 @@ class ShipGate:
             await self._trainer.ship(taken.batch)
 
     async def _ship_again(self, step: int) -> None:
+        needed = step - self._ahead
+        with self._waits.waiting("ship", f"the trainer to publish version {needed}"):
+            await self._policy.published(needed)
         with self._waits.waiting("ship", f"batch {step} to be read"):
             batch = await self._store.read_batch(step)
         now = self._now()

@@ -33,7 +33,6 @@ from headway.ports import MetricsSink, PublishedWeights
 DECISIONS = ("admitted", "judged", "dropped", "batch")
 """Kinds of rows that the hash covers."""
 
-
 DIGEST_BYTES = 16
 
 _encode = msgspec.json.Encoder().encode
@@ -54,7 +53,7 @@ class Trace:
     Args:
         now: seconds since the start of the run.
         sink: takes the rows; None: only the hash is kept.
-        record: takes the records; the journal's, or nothing.
+        record: takes the records; None: nothing is recorded, and the run cannot be resumed.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Trace:
         *,
         now: Callable[[], float],
         sink: MetricsSink | None,
-        record: Callable[[Record], None] = lambda _: None,
+        record: Callable[[Record], None] | None = None,
     ) -> None:
         self._now = now
         self._sink = sink
@@ -89,7 +88,8 @@ class Trace:
         else:
             failure = str(getattr(ended, "failure_class", type(ended).__name__))
             self._input("ended", id=group_id, failed=failure)
-            self._record(Lost(group_id=group_id, state=SampleState.FAILED, reason=failure))
+            if self._record:
+                self._record(Lost(group_id=group_id, state=SampleState.FAILED, reason=failure))
 
     def announced(self, weights: PublishedWeights) -> None:
         """The watcher has seen new weights."""
@@ -98,12 +98,14 @@ class Trace:
     def served(self, version: int) -> None:
         """All engines serve this version."""
         self._input("served", version=version)
-        self._record(Served(version=version))
+        if self._record:
+            self._record(Served(version=version))
 
     def shipped(self, step: int, group_ids: Sequence[GroupId], pacing: PacingState) -> None:
         """A batch of these samples is on disk."""
         self._input("shipped", step=step)
-        self._record(Batched(step=step, group_ids=tuple(group_ids), pacing=pacing))
+        if self._record:
+            self._record(Batched(step=step, group_ids=tuple(group_ids), pacing=pacing))
 
     def gave_up(self, step: int) -> None:
         """A batch has been held for `wait_seconds`."""
@@ -115,7 +117,8 @@ class Trace:
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
         """An environment was evaluated. Nothing is decided by it, so it is no row."""
-        self._record(Evaluated(result=row))
+        if self._record:
+            self._record(Evaluated(result=row))
 
     # --- decisions ----------------------------------------------------------------------------
 
@@ -131,36 +134,26 @@ class Trace:
                 "version": version,
             },
         )
-        self._record(Admitted(group_id=group_id, task=task, version=version))
+        if self._record:
+            self._record(Admitted(group_id=group_id, task=task, version=version))
 
     def judged(self, judged: TrainableGroup, reason: str | None, rewards: RewardTotals) -> None:
         """A finished sample was accepted, or rejected for a reason; `rewards` count it in."""
         group_id = judged.group.group_id
         self._decision("judged", {"id": group_id, "rejected": reason})
-        if reason is None:
+        if self._record and reason is None:
             self._record(Accepted(trainable=judged, rewards=rewards))
-        else:
-            self._record(
-                Lost(
-                    group_id=group_id,
-                    state=SampleState.REJECTED,
-                    reason=reason,
-                    rewards=rewards,
-                )
-            )
+        elif self._record and reason is not None:
+            state = SampleState.REJECTED
+            self._record(Lost(group_id=group_id, state=state, reason=reason, rewards=rewards))
 
     def dropped(self, step: int, group_ids: Sequence[GroupId], reason: str) -> None:
         """Samples were too old for this batch and all later ones; their prompts are requeued."""
         self._decision("dropped", {"step": step, "ids": group_ids})
-        for group_id in group_ids:
-            self._record(
-                Lost(
-                    group_id=group_id,
-                    state=SampleState.DROPPED,
-                    reason=reason,
-                    is_requeued=True,
-                )
-            )
+        if self._record:
+            for group_id in group_ids:
+                state = SampleState.DROPPED
+                self._record(Lost(group_id=group_id, state=state, reason=reason, is_requeued=True))
 
     def batch(self, step: int, group_ids: Sequence[GroupId], num_trimmed: int) -> None:
         """A batch was put together."""

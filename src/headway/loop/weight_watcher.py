@@ -25,6 +25,11 @@ class WeightWatcher:
     The two run side by side: the trainer may have its next batch as soon as it has published, also
     while engines take long to load. Nothing here awaits a queue, so no consumer that waits for a
     version can stop a version.
+
+    Args:
+        max_unserved: versions that may be announced and not served. The trainer gets no batch for a
+            version that is not announced, so it cannot publish so many more that it deletes the one
+            that engines are loading.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class WeightWatcher:
         policy: PolicyHandle,
         waits: WaitBoard,
         update_seconds: float,
+        max_unserved: int,
         on_announced: Callable[[PublishedWeights], None],
         on_served: Callable[[VersionServed], None],
     ) -> None:
@@ -43,6 +49,7 @@ class WeightWatcher:
         self._policy = policy
         self._waits = waits
         self._update_seconds = update_seconds
+        self._max_unserved = max_unserved
         self._on_announced = on_announced
         self._on_served = on_served
         self._newest: PublishedWeights | None = None
@@ -58,6 +65,7 @@ class WeightWatcher:
 
     async def _announce(self) -> None:
         while True:
+            await self._policy.reached(self._policy.announced + 1 - self._max_unserved)
             weights = await self._channel.wait_newer(self._policy.announced)
             self._policy.announce(weights.version)
             self._newest = weights
@@ -84,8 +92,8 @@ class WeightWatcher:
                 except TimeoutError:
                     raise EngineError(
                         f"{self._engine.name} did not load version {weights.version} within "
-                        f"{self._update_seconds:g} s (engine.update_seconds, and as much again as "
-                        "an engine pool needs to name the engine)"
+                        f"{self._update_seconds:g} s (engine.update_seconds, and some grace for a "
+                        "pool to name its engine)"
                     ) from None
             self._policy.advance(weights.version)
             self._on_served(VersionServed(weights, loop.time() - seen_at))

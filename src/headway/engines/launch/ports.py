@@ -3,6 +3,7 @@
 import socket
 
 from headway.errors import EngineError
+from headway.sockets import bound_socket
 
 _LAST_PORT = 65_535
 
@@ -30,22 +31,13 @@ def choose_ports(host: str, first: int, count: int) -> list[int]:
 
 def _bound(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+        return bound_socket(host, port)
+    except socket.gaierror as error:
         raise EngineError(f"engine.host {host!r} cannot be used: {error}") from error
-    try:
-        # As servers do: a port whose last connections are still winding down is free.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except OSError as error:
-        listener.close()
         if not port:
             raise EngineError(f"engine.host {host!r} cannot be bound: {error}") from error
         raise EngineError(
             f"port {port} of {host} cannot be used: {error.strerror}; set another engine.port, or "
             "0 for free ones"
         ) from error
-    return listener

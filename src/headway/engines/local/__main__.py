@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.sockets import bound_socket
+
 logger = logging.getLogger("headway.engines.local")
 
 EXIT_FAILED = 1
@@ -82,22 +84,14 @@ def _positive(text: str) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+        return bound_socket(host, port)
+    except socket.gaierror as error:
         raise CannotStart(f"host {host!r}: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except OSError as error:
-        listener.close()
         raise CannotStart(
             f"port {port} of {host} cannot be used: {error.strerror}; choose another "
             "--port (engine.port in a run)"
         ) from error
-    return listener
 
 
 def _load_model(options: argparse.Namespace) -> Any:
