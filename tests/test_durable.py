@@ -201,6 +201,27 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     assert_sound(config, tmp_path, again)
 
 
+def test_batches_are_shipped_again_no_faster_than_engines_take_their_versions(
+    tmp_path: Path,
+) -> None:
+    stated = {
+        "rollout_seconds": {"kind": "constant", "value": 1.0},
+        "train_seconds": 0.5,
+        "weight_sync_seconds": 0.1,
+    }
+    quick = durable_config("recommended", 60).model_dump(mode="json")
+    quick["simulate"] |= stated
+    life = live(Config.model_validate(quick), tmp_path, killed_at=25.0)
+    assert life.published > 20
+    slow = {**quick, "simulate": {**quick["simulate"], "weight_sync_seconds": 5.0}}
+    config = Config.model_validate(slow)
+    again = live(config, tmp_path, version=0)
+    announced = [row["version"] for row in again.trace if row["e"] == "announced"]
+    # All at once, the trainer would publish, and delete, dozens while engines load the first.
+    assert announced == list(range(1, 61))
+    assert_sound(config, tmp_path, again)
+
+
 def test_what_was_running_is_issued_again_first_under_its_old_number(tmp_path: Path) -> None:
     config = durable_config("recommended", 20)
     life = live(config, tmp_path, killed_at=20.0)
