@@ -38,7 +38,8 @@ class RunConfig(Section):
     stall_seconds: Seconds = 600.0
     """No sample finished, no batch shipped and no version published for this long ends the run."""
     metrics_interval_seconds: Seconds = 1.0
-    """Between two `interval` rows of metrics.jsonl."""
+    """Between two `interval` rows of metrics.jsonl; unset, `headway simulate` writes one a virtual
+    minute."""
 
 
 class OptimizerConfig(Section):
