@@ -69,6 +69,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended, or is only about to become what it will be
+        return ""
+
+
 class Run:
     """A running `headway run`; every file of it lies under `folder`."""
 
@@ -107,8 +114,16 @@ class Run:
         return (self.dir / "batches" / f"step-{step:06d}.shipped").exists()
 
     def child(self, module: str) -> int:
-        """Process id of the child that runs this module."""
-        return next(child.pid for child in self._children if module in " ".join(child.cmdline()))
+        """Process id of the child that runs this module, as soon as there is one."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            found[:] = [one.pid for one in children if module in _command_line(one)]
+            return bool(found)
+
+        self.until(is_there)
+        return found[0]
 
     def end(self) -> tuple[int, dict[str, Any], str]:
         """Exit code, summary and what it said, once it has ended; no child may be left."""
