@@ -360,7 +360,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "actor": {"advantage": "grpo"},
         "simulate": SATURATED
         | {"engine": {"slots": 48, "throughput": USUAL}}
-        | {"reward_probability": 0.6, "difficulty_spread": 0.3},
+        | {"reward_probability": 0.6, "difficulty_spread": 0.3, "length_correlation": 0.7},
     },
     "load without a queue": {
         "rollout": {"max_concurrent_rollouts": 20},
@@ -404,13 +404,22 @@ def test_a_fit_made_at_one_setting_predicts_another(tmp_path: Path, age: int, si
         limits = {"max_head_offpolicyness": age, "max_concurrent_rollouts": size}
         return sections | {"rollout": sections["rollout"] | limits}
 
-    _, run_dir, _ = recorded(tmp_path, **at(1, 12))
+    _, run_dir, _ = recorded(tmp_path, **at(1, 16))  # so that some wait: it shows the slots
     real = simulate_in_memory(sim_config(run={"steps": 60}, **at(age, size)))
     content = fit_run(run_dir).config.model_dump(mode="json")
     content["rollout"].update(max_head_offpolicyness=age, max_concurrent_rollouts=size)
     told = simulate_in_memory(Config.model_validate(content))
     assert told["step_seconds_mean"] == pytest.approx(real["step_seconds_mean"], rel=0.1)
     assert told["age"]["head_mean"] == pytest.approx(real["age"]["head_mean"], rel=0.1)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.9])
+def test_likeness_within_groups_is_found(tmp_path: Path, correlation: float) -> None:
+    sections = WORKLOADS["full engine, groups"]
+    stated = sections["simulate"] | {"length_correlation": correlation}
+    _, run_dir, _ = recorded(tmp_path, **sections | {"simulate": stated})
+    found = fit_run(run_dir).config.simulate.length_correlation
+    assert found == pytest.approx(correlation, abs=0.1)
 
 
 def test_environments_are_fitted_one_by_one(tmp_path: Path) -> None:

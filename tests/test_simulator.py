@@ -105,6 +105,24 @@ def test_draws_are_uniform_and_independent_between_keys_and_streams() -> None:
     assert np.abs(np.corrcoef(together) - np.eye(len(together))).max() < 0.03
 
 
+@pytest.mark.parametrize("correlation", [0.0, 0.4, 0.9, 1.0])
+def test_rollouts_of_a_prompt_are_as_alike_as_stated_and_all_of_them_as_before(
+    correlation: float,
+) -> None:
+    stated = {"length_correlation": correlation, "rollout_seconds": {"median": 20, "sigma": 0.5}}
+    workload = Workload(sim_config(simulate=stated))
+    lengths = np.array(
+        [
+            [workload.turn(request(f"t{name}-{episode}-0-0", name)).work for episode in range(2)]
+            for name in range(5_000)
+        ]
+    )
+    scores = np.log(lengths / 20) / 0.5
+    assert scores.mean() == pytest.approx(0, abs=0.05)
+    assert scores.std() == pytest.approx(1, abs=0.03)
+    assert np.asarray(np.corrcoef(scores.T))[0, 1] == pytest.approx(correlation, abs=0.05)
+
+
 # --- processor sharing ----------------------------------------------------------------------
 
 
@@ -176,8 +194,8 @@ def tokens(number: int) -> Turn:
     return Turn(work=float(number), num_tokens=number)
 
 
-def request() -> GenerateRequest:
-    return GenerateRequest(request_id="t000000000-0000-00-0000", token_ids=[0], max_tokens=1)
+def request(request_id: str = "t0-0-0-0", name: int = 0) -> GenerateRequest:
+    return GenerateRequest(request_id=request_id, token_ids=[name], max_tokens=1)
 
 
 def on_engine(

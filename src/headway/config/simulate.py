@@ -165,6 +165,9 @@ class SimulateConfig(Section):
     the load and on `engine`."""
     engine: SpeedConfig = SpeedConfig()
     """With `rollout_tokens`: how fast each of the `engine.count` engines is."""
+    length_correlation: Probability = 0.0
+    """How alike in length the rollouts of one prompt are: the correlation between two of them (of
+    their normal scores). 0: drawn independently; 1: equally long."""
     turns: DistributionConfig = _constant(1)
     """Model turns of one rollout, rounded, at least 1; they share its tokens equally."""
     tool_seconds: DistributionConfig = _constant(0)

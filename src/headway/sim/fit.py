@@ -9,10 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.config import Config, UpdateMode
 from headway.config.file import load_config
@@ -105,6 +107,7 @@ def fit_run(run_dir: Path) -> Fit:
             "slots": slots or max(int(8 * speed.max_load), 1),
             "throughput": speed.points,
         },
+        "length_correlation": _length_correlation(record.groups.values()),
         "turns": empirical(one.turns for one in record.rollouts),
         "tool_seconds": empirical(_tool_seconds(record.rollouts)),
         "prompt_tokens": max(round(float(np.mean([one.prompt for one in record.rollouts]))), 1),
@@ -302,6 +305,37 @@ def _slots(run_dir: Path) -> int | None:
 def _tool_seconds(rollouts: Sequence[_Played]) -> Iterable[float]:
     """Per gap between two turns."""
     return (one.environment / (one.turns - 1) for one in rollouts if one.turns > 1)
+
+
+def _length_correlation(groups: Iterable[Sequence[_Played]]) -> float:
+    """Between the lengths of two rollouts of one prompt, so that the longest of a group is as long
+    as in the run.
+
+    Of `n` normal numbers with correlation `r` the greatest is on average `sqrt(1 - r)` times what
+    it is of independent ones; so the normal scores of the lengths tell `r`.
+    """
+    by_env: dict[str, list[list[int]]] = defaultdict(list)
+    for group in groups:
+        by_env[group[0].env].append([one.num_tokens for one in group])
+    longest = independent = 0.0
+    for lengths in map(np.array, by_env.values()):
+        scores = _normal_scores(lengths)
+        ranks = np.arange(scores.size + 1) / scores.size
+        longest += float(scores.max(axis=1).sum())
+        independent += len(scores) * float(
+            np.sort(scores, axis=None) @ np.diff(ranks ** scores.shape[1])
+        )
+    if independent <= 0:
+        return 0.0
+    return 1 - min(max(longest / independent, 0.0), 1.0) ** 2
+
+
+def _normal_scores(values: NDArray[Any]) -> NDArray[np.float64]:
+    """The normal quantile of each value's rank among all; equal values get their middle rank."""
+    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts / 2) / values.size
+    scores = np.array([NormalDist().inv_cdf(rank) for rank in ranks])
+    return scores[index.reshape(values.shape)]
 
 
 def _rewards(record: _Record, config: Config) -> tuple[dict[str, Any], list[str]]:

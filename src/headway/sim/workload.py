@@ -9,8 +9,10 @@ the model samples begins with a token that names the rollout, its key: the envir
 how many turns there are, how long the tools take and what the reward is.
 """
 
+import math
 from collections.abc import Callable
 from enum import IntEnum
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from headway.config import Config
@@ -21,6 +23,9 @@ from headway.sim.distributions import Inverse, beta_inverse, inverse_of
 _MASK = (1 << 64) - 1
 _KEY_MASK = (1 << 31) - 1
 """Keys travel as token ids, which are int32."""
+_NORMAL = NormalDist()
+_LEAST = 2.0**-53
+"""Uniform numbers stay this far from 0 and 1."""
 
 
 def mix(value: int) -> int:
@@ -45,6 +50,7 @@ class Stream(IntEnum):
     ENVIRONMENT_FAILURE = 9
     HANG = 10
     PART = 11
+    PROMPT = 12
 
 
 class Turn(NamedTuple):
@@ -100,6 +106,7 @@ class Workload:
         self._latency = latency
         self._tokens_per_second = stated.tokens_per_second
         self._padding = [0] * (stated.prompt_tokens - 1)
+        self._length_correlation = stated.length_correlation
         self._train_seconds = inverse_of(stated.train_seconds)
         self._faults = stated.faults
         self._issues: dict[tuple[str, int], tuple[str, int]] = {}
@@ -125,7 +132,7 @@ class Workload:
         index = int(turn)
         key = self._key(name, head, int(episode), int(attempt))
         env = self._envs[name % len(self._envs)]
-        work, num_tokens = self._amount(env, key, index)
+        work, num_tokens = self._amount(env, name, key, index)
         faults = self._faults
         if faults.hang_probability and self._happens(
             faults.hang_probability, key, Stream.HANG, index
@@ -138,13 +145,13 @@ class Workload:
             return Turn(work, num_tokens, key, fails=True)
         return Turn(work, num_tokens, key)
 
-    def _amount(self, env: EnvWorkload, key: int, index: int) -> tuple[float, int]:
+    def _amount(self, env: EnvWorkload, name: int, key: int, index: int) -> tuple[float, int]:
         """Work and tokens of a turn."""
         if self._latency is not None:
             seconds = self._latency()
             return seconds, max(round(seconds * self._tokens_per_second), 1)
         num_turns = self.num_turns(env, key)
-        whole = env.length(self.uniform(key, Stream.LENGTH))
+        whole = env.length(self._length_quantile(name, key))
         if not env.is_in_tokens:
             seconds = whole / num_turns
             return seconds, max(round(seconds * self._tokens_per_second), 1)
@@ -152,6 +159,17 @@ class Workload:
         num_tokens = total * (index + 1) // num_turns - total * index // num_turns
         num_tokens = max(num_tokens, 1)
         return float(num_tokens), num_tokens
+
+    def _length_quantile(self, name: int, key: int) -> float:
+        """Where a rollout's length lies in its distribution. Rollouts of one prompt share a part of
+        it (a Gaussian copula), so that the distribution of all lengths stays what is stated."""
+        own = self.uniform(key, Stream.LENGTH)
+        shared = self._length_correlation
+        if not shared:
+            return own
+        prompts = _NORMAL.inv_cdf(self.uniform(name, Stream.PROMPT))
+        score = math.sqrt(shared) * prompts + math.sqrt(1 - shared) * _NORMAL.inv_cdf(own)
+        return min(max(_NORMAL.cdf(score), _LEAST), 1 - _LEAST)
 
     def _key(self, name: int, head: str, episode: int, attempt: int) -> int:
         """Names a rollout. A prompt that is issued again, as a new sample, is a new draw."""
