@@ -7,7 +7,6 @@ STAMP := $(VENV)/.installed
 # Real inference servers live in environments of their own: their pins are not Headway's.
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
-REAL_MODEL := .cache/real/model
 
 # The first of runs/NAME-1, runs/NAME-2, ... that is free.
 next_run = $$(n=1; while [ -e runs/$(1)-$$n ]; do n=$$((n + 1)); done; echo runs/$(1)-$$n)
@@ -39,11 +38,11 @@ test: $(STAMP) ## all tests
 test-kill: $(STAMP) ## a real run, killed fifty times and resumed
 	HEADWAY_KILLS=50 $(BIN)/python -m pytest --timeout=3600 tests/test_kill.py
 
-test-vllm: $(STAMP) $(VLLM)/.installed $(REAL_MODEL) ## two real vLLM servers on the CPU, and runs on them
+test-vllm: $(STAMP) $(VLLM)/.installed ## two real vLLM servers on the CPU, and runs on them
 	HEADWAY_REAL_KIND=vllm HEADWAY_REAL_PYTHON=$(VLLM)/bin/python \
 	  $(BIN)/python -m pytest --capture=no --timeout=900 tests/real
 
-test-sglang: $(STAMP) $(SGLANG)/.installed $(REAL_MODEL) ## the same with SGLang
+test-sglang: $(STAMP) $(SGLANG)/.installed ## the same with SGLang
 	HEADWAY_REAL_KIND=sglang HEADWAY_REAL_PYTHON=$(SGLANG)/bin/python \
 	  $(BIN)/python -m pytest --capture=no --timeout=900 tests/real
 
@@ -55,10 +54,6 @@ $(VLLM)/.installed $(SGLANG)/.installed:
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
 	touch $@
-
-$(REAL_MODEL): tests/real/model.py src/headway/trainer/warm_start.py | $(STAMP)
-	rm -rf $@
-	$(BIN)/python tests/real/model.py $@
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check

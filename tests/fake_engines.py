@@ -78,7 +78,7 @@ class FakeEngine:
 
     `token_seconds`: of one pass. `stale_cache`: resets of the prefix cache do nothing.
     `keeps_weights`: loading does nothing, but answers as if it had. `raw_logprobs`: before
-    temperature. `stamps`: version spans are in the answers.
+    temperature. `stamps`: version spans are in the answers. `dtype`: what it says it computes in.
     """
 
     token_seconds: float = 0.002
@@ -88,6 +88,7 @@ class FakeEngine:
     keeps_weights: bool = False
     raw_logprobs: bool = False
     stamps: bool = True
+    dtype: str | None = "float32"
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: set[Running] = field(default_factory=set)
@@ -221,6 +222,9 @@ class FakeVllm(FakeEngine):
                 self.abort()
             case "/version":
                 return web.json_response({"version": "0.32.0"})
+            case "/server_info":
+                dtype = self.dtype and f"torch.{self.dtype}"
+                return web.json_response({"vllm_config": {"model_config": {"dtype": dtype}}})
             case "/v1/models":
                 card = {"id": self.model, "root": "/nowhere", "max_model_len": 1024}
                 return web.json_response({"object": "list", "data": [card]})
@@ -341,7 +345,7 @@ class FakeSglang(FakeEngine):
                     {
                         "version": "0.5.23",
                         "context_length": 1024,
-                        "dtype": "float32",
+                        "dtype": self.dtype or "auto",
                         "disable_overlap_schedule": not self.overlaps,
                     }
                 )

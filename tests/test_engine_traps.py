@@ -4,6 +4,7 @@ server was seen to set."""
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,34 @@ def with_fake(
 def truth(completion: Completion) -> VersionRuns:
     """Version runs that the tokens themselves tell."""
     return VersionRuns.from_versions((completion.token_ids - FIRST_TOKEN).tolist())
+
+
+@FAKES
+@pytest.mark.parametrize("told", ["bfloat16", None], ids=["told", "not told"])
+def test_the_contract_names_what_a_server_computes_in(
+    kind: type[FakeEngine], told: str | None
+) -> None:
+    fake = kind()
+    fake.dtype = told
+
+    async def scenario(engine: ServerEngine) -> None:
+        assert engine.capabilities is not None
+        mine = engine.capabilities.contract
+        assert mine.dtype == (told or "")
+        differences = mine.differences(replace(mine, dtype="float32"))
+        assert differences == (["dtype: bfloat16 against float32"] if told else [])
+
+    with_fake(fake, scenario)
+
+
+def test_a_vllm_server_that_does_not_describe_itself_is_used_all_the_same() -> None:
+    fake = FakeVllm()
+    fake.disabled = ("/server_info",)
+
+    async def scenario(engine: ServerEngine) -> None:
+        assert engine.capabilities is not None and not engine.capabilities.contract.dtype
+
+    with_fake(fake, scenario)
 
 
 async def run_with_updates(

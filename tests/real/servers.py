@@ -12,7 +12,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from headway.config import EngineConfig, UpdateMode
+from headway.builtin_model import ensure_model
+from headway.config import EngineConfig, ModelConfig, UpdateMode
 from headway.engines.contract import Contract
 from headway.engines.launch import Fleet, start_engines
 from headway.engines.server_engine import ServerEngine
@@ -26,7 +27,9 @@ transformers_logging.disable_progress_bar()
 T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent.parent
-MODEL = ROOT / ".cache" / "real" / "model"
+MODEL = ensure_model(
+    ModelConfig(cache_dir=str(ROOT / ".cache" / "headway")), seed=0, progress=print
+)
 KIND = os.environ.get("HEADWAY_REAL_KIND", "local")
 MAX_MODEL_LEN = 1024
 START_SECONDS = 300.0

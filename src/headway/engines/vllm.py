@@ -84,6 +84,18 @@ class _Card(msgspec.Struct):
     max_model_len: int | None = None
 
 
+class _ModelConfig(msgspec.Struct):
+    dtype: str = ""
+
+
+class _VllmConfig(msgspec.Struct):
+    model_config: _ModelConfig = msgspec.field(default_factory=_ModelConfig)
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: _VllmConfig = msgspec.field(default_factory=_VllmConfig)
+
+
 class _Cards(msgspec.Struct):
     data: list[_Card] = []
 
@@ -231,8 +243,18 @@ class VllmEngine(ServerEngine):
             logprobs=_kind_of_one_allowed(logprobs) if is_vllm else logprobs_kind(logprobs),
             logprobs_remedy="start it with --logprobs-mode processed_logprobs",
             max_model_len=card.max_model_len if card else None,
-            contract=await asyncio.to_thread(_contract, card, version),
+            contract=await asyncio.to_thread(
+                _contract, card, version, await self._dtype() if is_vllm else ""
+            ),
         )
+
+    async def _dtype(self) -> str:
+        """What the server computes in; empty where it does not say."""
+        try:
+            info = await self._http.get("/server_info?config_format=json", _ServerInfo)
+        except (EngineRefusal, UnusableAnswer):  # an older server, or one with another layout
+            return ""
+        return info.vllm_config.model_config.dtype.removeprefix("torch.")
 
     async def _probe(self, shows: Mapping[str, Any]) -> _Choice:
         """A few tokens, sampled so that it shows which log-probabilities they come with."""
@@ -257,11 +279,11 @@ def _kind_of_one_allowed(logprobs: list[float]) -> Logprobs:
     return Logprobs.PROCESSED if min(logprobs) > -_CERTAIN else Logprobs.RAW
 
 
-def _contract(card: _Card | None, engine: str) -> Contract:
+def _contract(card: _Card | None, engine: str, dtype: str) -> Contract:
     folder = Path(card.root) if card is not None and card.root else None
     if folder is None or not folder.is_dir():  # on another machine: only its name is known
-        return Contract(engine=engine)
-    return Contract.of_folder(folder, engine=engine)
+        return Contract(engine=engine, dtype=dtype)
+    return Contract.of_folder(folder, engine=engine, dtype=dtype)
 
 
 def _completion(choice: _Choice, version: int | None) -> Completion:

@@ -49,7 +49,7 @@ MODEL = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 24,
+    "head_dim": 32,  # attention kernels of inference servers take few other small ones
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
     "initializer_range": 0.05,
