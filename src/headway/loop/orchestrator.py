@@ -249,7 +249,7 @@ class Orchestrator:
                 f"abandoned after {self.config.run.shutdown_seconds:g} s (run.shutdown_seconds)",
             )
         will_resume = self._ports.journal is not None
-        self.dispatcher.drop_running(outcome.exit_reason, will_resume=will_resume)
+        self.dispatcher.drop_running(f"run {outcome.exit_reason}", will_resume=will_resume)
         self.ledger.check()
         try:
             if leftovers := self.train_sink.leftovers():
