@@ -22,7 +22,7 @@ SEED = int(os.environ.get("HEADWAY_KILL_SEED", "0"))
 BATCHES_PER_LIFE = 4
 BATCH_SIZE = 4
 TRAINER, ENGINE = "headway.trainer", "headway.engines.local"
-VICTIMS = (("run",), ("run", TRAINER, ENGINE), (TRAINER,))
+VICTIMS = (("run",), ("run", TRAINER, ENGINE), (TRAINER,), (ENGINE,))
 
 
 class Killed:
