@@ -214,7 +214,7 @@ def test_sigterm_drains_and_loses_nothing(start: Callable[..., Run]) -> None:
 def test_an_environment_that_ignores_its_cancellation_cannot_hold_up_the_end(
     start: Callable[..., Run],
 ) -> None:
-    run = start("--envs.0.args.reward", "stubborn", "--run.shutdown_seconds", "2")
+    run = start("--envs.0.args.reward", "stubborn", "--run.shutdown_seconds", "6")
     rows = run.dir / "metrics.jsonl"
     run.until(lambda: rows.exists() and '"num_running":12' in rows.read_text())
     run.process.send_signal(signal.SIGTERM)
