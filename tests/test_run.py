@@ -211,6 +211,37 @@ def test_sigterm_drains_and_loses_nothing(start: Callable[..., Run]) -> None:
     assert left == (len(read_batch(saved).groups) if saved.exists() else 0)
 
 
+def test_a_preempted_run_says_that_it_should_be_started_again(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start("--run.resume", "true")
+    run.until(lambda: run.has_shipped(2))
+    run.process.send_signal(signal.SIGUSR1)
+    code, first, said = run.end()
+    assert code == 75, said
+    assert first["exit_reason"] == "preempted" and first["exit_code"] == 75
+    assert first["samples"]["dropped"] == 0
+    assert_conserved(first["samples"])
+    again = start(
+        "--run.resume", "true", "--run.max_seconds", "17", "--run.preempt_signal", "SIGTERM"
+    )
+    code, second, said = again.end()
+    assert code == 75, said
+    assert second["exit_reason"] == "preempted"
+    assert second["samples"]["admitted"] >= first["samples"]["admitted"]
+    assert_conserved(second["samples"])
+
+
+def test_a_preemption_before_the_run_is_up_is_not_lost(start: Callable[..., Run]) -> None:
+    run = start("--run.preempt_signal", "SIGTERM")
+    run.until(lambda: (run.dir / "logs" / "trainer.log").exists())
+    run.process.send_signal(signal.SIGTERM)
+    code, summary, said = run.end()
+    assert code == 75, said
+    assert summary["steps"] == 0
+    assert_conserved(summary["samples"])
+
+
 def test_an_environment_that_ignores_its_cancellation_cannot_hold_up_the_end(
     start: Callable[..., Run],
 ) -> None:

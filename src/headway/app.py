@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from headway.envs.registry import Tasks, load_tasks
 from headway.errors import HeadwayError, TrainerError
 from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome, outcome_of
+from headway.loop.stopping import PREEMPTED, interrupted
 from headway.loop.summary import summarize
 from headway.ports import MetricsSink, Ports
 from headway.processes import ManagedProcess
@@ -123,10 +125,17 @@ class _RealRun:
         self._trace_sink = trace
         self.is_abandoned = False
         self._started_at: float | None = None
+        self._began_at = 0.0
+        self._preempt_signal = signal.Signals[config.run.preempt_signal]
+        self._is_preempted = False
+        self._preempt: Callable[[], None] | None = None
 
     async def main(self, versions: Mapping[str, str]) -> dict[str, Any]:
         """Start, run, stop; there is a summary whatever happens."""
         started_at = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._began_at = loop.time()
+        loop.add_signal_handler(self._preempt_signal, self._on_preempted)
         trainer = self._trainer()
         engines: Fleet | None = None
         orchestrator: Orchestrator | None = None
@@ -231,6 +240,7 @@ class _RealRun:
             ports,
             resume=recovered.state if recovered else None,
             elapsed_seconds=recovered.seconds if recovered else 0.0,
+            life_began_at=self._began_at,
         )
         self._started_at = orchestrator.started_at
         if recovered:
@@ -258,15 +268,27 @@ class _RealRun:
         self._metrics.emit({"kind": "event", "time": time, "level": level, "text": text})
 
     async def _loop(self, orchestrator: Orchestrator) -> Outcome:
-        """Run the loop; the first SIGINT or SIGTERM drains it, a second one cuts the drain off."""
+        """Run the loop; the first SIGINT, SIGTERM or signal of a preemption drains it, a second one
+        cuts the drain off."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, orchestrator.stop, 128 + number)
+        numbers = {signal.SIGINT, signal.SIGTERM} - {self._preempt_signal}
+        for number in numbers:
+            loop.add_signal_handler(number, orchestrator.stop, interrupted(128 + number))
+        self._preempt = partial(orchestrator.stop, PREEMPTED)
+        if self._is_preempted:
+            self._preempt()
         try:
             return await orchestrator.run()
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            self._preempt = None
+            for number in numbers:
                 loop.remove_signal_handler(number)
+
+    def _on_preempted(self) -> None:
+        """Also before and after the loop, where it must not end the process on the spot."""
+        self._is_preempted = True
+        if self._preempt is not None:
+            self._preempt()
 
     async def _end_trainer(self, trainer: ManagedProcess, outcome: Outcome) -> Outcome:
         """Let the trainer save and end by itself; one that cannot fails the run."""

@@ -19,6 +19,7 @@ from headway.config.config import (
     WeightsConfig,
 )
 from headway.config.engine import EngineConfig, UpdateMode
+from headway.config.liveness import LivenessConfig, OnStall
 from headway.config.rollout import PRESETS, Preset, RolloutConfig
 from headway.config.simulate import DistributionConfig, SimulateConfig
 
@@ -32,7 +33,9 @@ __all__ = [
     "EnvironmentConfig",
     "EvalConfig",
     "ImpossibleError",
+    "LivenessConfig",
     "ModelConfig",
+    "OnStall",
     "OptimizerConfig",
     "Preset",
     "RolloutConfig",
