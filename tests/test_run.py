@@ -172,6 +172,9 @@ def test_a_run_completes_and_every_file_agrees(start: Callable[..., Run], mode: 
     rows = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]
     assert [row["step"] for row in steps] == list(range(6))
+    size = next(row for row in rows if row["kind"] == "run")["size"]
+    written = sum(path.stat().st_size for path in run.dir.rglob("*") if path.is_file())
+    assert written < size["total"] < 100e6
     # The trainer recomputes what the engine reported: batch 0 was sampled by the initial weights.
     assert steps[0]["trainer"]["behaviour_weight_mean"] == pytest.approx(1.0, abs=1e-3)
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from headway.loop.summary import summarize
 from headway.ports import MetricsSink, Ports
 from headway.processes import ManagedProcess
 from headway.resume import Recovered, recover
+from headway.retention import estimate, prune_batches
 from headway.store.database import RunDatabase
 from headway.store.journal import GroupedJournal
 from headway.store.run_dir import FanOut, RunDir
@@ -76,7 +78,8 @@ def _run(
     versions = versions_of(engine=config.engine.kind, trainer="headway reference")
     run_dir.write_versions(versions)
     tame_collector()
-    with run_dir.open_metrics() as rows, run_dir.open_trace() as trace:
+    kept = run_dir.open_trace() if config.store.trace else nullcontext()
+    with run_dir.open_metrics() as rows, kept as trace:
         sink = FanOut(rows, view)
         real = _RealRun(
             config,
@@ -113,7 +116,7 @@ class _RealRun:
         recovered: Recovered | None,
         *,
         metrics: MetricsSink,
-        trace: MetricsSink,
+        trace: MetricsSink | None,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
@@ -169,8 +172,6 @@ class _RealRun:
     def _trainer(self) -> ManagedProcess:
         arguments = ["--run", str(self._run_dir.path), "--model", str(self._model_dir)]
         arguments += ["--parent-pid", str(os.getpid())]
-        if self._recovered:
-            arguments += ["--resume"]
         return ManagedProcess(
             name="trainer",
             command=[sys.executable, "-m", "headway.trainer", *arguments],
@@ -209,6 +210,7 @@ class _RealRun:
 
     def _orchestrator(self, trainer: ManagedProcess, engines: Fleet) -> Orchestrator:
         config = self._config
+        size = estimate(config, self._model_dir)
         watched = {
             "trainer": trainer.watch,
             "engines": engines.watch,
@@ -220,7 +222,7 @@ class _RealRun:
             source=self._tasks.source,
             trainer=FolderTrainerLink(self._run_dir.path),
             channel=FolderWeightChannel(self._run_dir.weights, config.weights.poll_seconds),
-            store=ParquetRunStore(self._run_dir.path, {"headway": __version__}),
+            store=ParquetRunStore(self._run_dir.path, {"headway": __version__}, self._prune),
             metrics=self._metrics,
             trace=self._trace_sink,
             journal=GroupedJournal(
@@ -232,6 +234,7 @@ class _RealRun:
                 "simulated": False,
                 "engines": engines.names,
                 "headway": __version__,
+                "size": size.as_dict(),
             },
         )
         recovered = self._recovered
@@ -245,12 +248,23 @@ class _RealRun:
         self._started_at = orchestrator.started_at
         if recovered:
             self._tell(recovered)
+        self._event("info", f"size on disk: {size}")
+        if shortage := size.shortage(self._run_dir.path):
+            self._event("warning", shortage)
         return orchestrator
+
+    def _prune(self, newest: int) -> None:
+        """Delete batches that are not kept any more; called in the writer's thread."""
+        if (keep := self._config.store.keep_batches) is not None:
+            num = self._config.actor.keep_checkpoints
+            prune_batches(self._run_dir.path, newest, keep=keep, keep_checkpoints=num)
 
     def _tell(self, recovered: Recovered) -> None:
         """Say in all records that a new life begins here."""
         state = recovered.state
-        self._trace_sink.emit({"t": recovered.seconds, "e": "resumed", "version": state.version})
+        if self._trace_sink is not None:
+            row = {"t": recovered.seconds, "e": "resumed", "version": state.version}
+            self._trace_sink.emit(row)
         self._event(
             "warning",
             f"resumed at version {state.version}: {state.num_batches - state.version} batches are "

@@ -22,6 +22,7 @@ from headway.config.engine import EngineConfig, UpdateMode
 from headway.config.liveness import LivenessConfig, OnStall
 from headway.config.rollout import PRESETS, Preset, RolloutConfig
 from headway.config.simulate import DistributionConfig, SimulateConfig
+from headway.config.store import StoreConfig
 
 __all__ = [
     "BUILTIN_MODEL",
@@ -42,6 +43,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "SimulateConfig",
+    "StoreConfig",
     "UpdateMode",
     "WeightsConfig",
 ]

@@ -10,6 +10,7 @@ from headway.config.engine import EngineConfig
 from headway.config.liveness import LivenessConfig
 from headway.config.rollout import PRESETS, RolloutConfig
 from headway.config.simulate import SimulateConfig
+from headway.config.store import StoreConfig
 from headway.core.advantages import Baseline
 from headway.core.bound import Bound, OverBound
 from headway.core.gate import CapacityGate
@@ -96,6 +97,8 @@ class ActorConfig(Section):
     """CPU threads of the trainer process."""
     checkpoint_every: int = Field(default=50, ge=0)
     """Steps between optimizer checkpoints; 0: only at the end."""
+    keep_checkpoints: Count = 2
+    """Checkpoints kept: the newest, and others should its disk go bad."""
 
     @model_validator(mode="before")
     @classmethod
@@ -188,6 +191,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
+    store: StoreConfig = StoreConfig()
     liveness: LivenessConfig = LivenessConfig()
     simulate: SimulateConfig = SimulateConfig()
 
@@ -344,6 +348,11 @@ class Config(Section):
             found.append(
                 f"run.max_seconds ({self.run.max_seconds:g}) is not above run.shutdown_seconds "
                 f"({shutdown:g}): the run stops as soon as it has started"
+            )
+        if self.store.keep_batches is not None and not self.actor.checkpoint_every:
+            found.append(
+                "store.keep_batches has no effect with actor.checkpoint_every: 0: without a "
+                "checkpoint a resume needs every batch"
             )
         if self.liveness.eval_seconds < rollout.deadline_seconds and self.eval.every:
             found.append(
