@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM
 from headway.trainer.client import TrainerClient
 
 run_dir, model_dir = Path(sys.argv[1]), Path(sys.argv[2])
-model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
 client = TrainerClient(run_dir, model_dir=model_dir)
+model = AutoModelForCausalLM.from_pretrained(client.start_dir, dtype=torch.float32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+if (state := client.start_state()) is not None:  # the run is resumed
+    optimizer.load_state_dict(state)
+
 client.ready()
 for batch in client.batches():
     optimizer.zero_grad()
@@ -28,3 +30,6 @@ for batch in client.batches():
             (-(chosen[mask] * float(advantage)).sum() / batch.num_trainable).backward()
     optimizer.step()
     client.publish(batch.step, model)
+    if batch.step % 10 == 9:
+        client.save(model, optimizer.state_dict())
+client.save(model, optimizer.state_dict())

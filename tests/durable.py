@@ -57,6 +57,7 @@ class Tapped:
         self._on_record = on_record
         self.flush = journal.flush
         self.run = journal.run
+        self.owes = journal.owes
 
     def record(self, record: Record) -> None:
         """Show it, and pass it on."""

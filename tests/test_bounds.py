@@ -312,4 +312,4 @@ def test_a_sink_that_holds_one_batch_blocks_neither_drops_nor_the_last_evaluatio
     )
     run = simulate_in_memory(config, keep_batches=None)
     assert_sound(run, 0)
-    assert {result.version for result in run.orchestrator.evals} >= {0, 20}
+    assert {result.version for result in run.orchestrator.eval_sink.results} >= {0, 20}

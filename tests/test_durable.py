@@ -268,11 +268,11 @@ def test_evaluations_go_on_where_they_were(tmp_path: Path) -> None:
         update={"eval": EvalConfig(every=4, num_tasks=3)}
     )
     life = live(config, tmp_path, killed_at=20.0)
-    assert life.orchestrator.evals
+    assert life.orchestrator.eval_sink.results
     last = live(config, tmp_path, version=life.published)
-    versions = [one.version for one in last.orchestrator.evals]
+    versions = [one.version for one in last.orchestrator.eval_sink.results]
     assert len(versions) == len(set(versions)) and {0, 20} <= set(versions)
-    assert {one.version for one in life.orchestrator.evals} <= set(versions)
+    assert {one.version for one in life.orchestrator.eval_sink.results} <= set(versions)
 
 
 def test_admission_pauses_while_the_disk_is_too_far_behind(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_every_run_conserves_samples_drains_and_reports_true_ages(w: dict[str, A
     if w["staleness"] == 0:
         assert max(ages) == 0
     if w["eval_every"]:
-        assert {result.version for result in run.orchestrator.evals} >= {0, steps}
+        assert {result.version for result in run.orchestrator.eval_sink.results} >= {0, steps}
     limit = (w["staleness"] + 1) * w["batch"]
     rejected = run.of_kind("step")[0]["rejected"].get("zero_advantage", 0)
     assert run.orchestrator.log.admissions[0] <= limit + rejected
@@ -461,7 +461,7 @@ def test_a_trainer_that_never_publishes_is_a_stall_that_names_every_wait() -> No
         await asyncio.sleep(10**9)
 
     run = simulate_in_memory(
-        sim_config(run={"stall_seconds": 300}), ports={"watched": {"trainer": lives}}
+        sim_config(liveness={"trainer_seconds": 300}), ports={"watched": {"trainer": lives}}
     )
     assert run.outcome.exit_reason == "stalled"
     message = str(run.outcome.message)
@@ -469,6 +469,34 @@ def test_a_trainer_that_never_publishes_is_a_stall_that_names_every_wait() -> No
         assert said in message
     assert run.orchestrator.ledger.counts[SampleState.BATCHED] > 0
     assert_conserved(run)
+
+
+@pytest.mark.parametrize("max_seconds", [12.0, 30.0, 47.3])
+def test_a_deadline_drains_the_run_before_it_passes(max_seconds: float) -> None:
+    config = sim_config(run={"steps": 100, "max_seconds": max_seconds, "shutdown_seconds": 10.0})
+    run = simulate_in_memory(config)
+    assert (run.outcome.exit_reason, run.outcome.exit_code) == ("preempted", 75)
+    assert run.virtual_seconds <= max_seconds + 0.1
+    assert run.orchestrator.dispatcher.statistics().capacity == 0
+    assert any("run.max_seconds" in row["text"] for row in run.of_kind("event"))
+    assert_conserved(run)
+
+
+def test_a_deadline_does_not_cut_off_a_drain_and_has_no_say_in_a_run_that_completes() -> None:
+    async def stop_early(orchestrator: Orchestrator) -> None:
+        await asyncio.sleep(15)
+        orchestrator.stop()
+
+    config = sim_config(
+        run={"steps": 100, "max_seconds": 40.0, "shutdown_seconds": 20.0},
+        simulate={"rollout_seconds": {"kind": "constant", "value": 18.0}},
+    )
+    run = simulate_in_memory(config, script=stop_early)
+    assert (run.outcome.exit_reason, run.outcome.exit_code) == ("interrupted", 130)
+    assert run.orchestrator.ledger.counts[SampleState.DROPPED] == 0
+    assert run.virtual_seconds > 20
+    completed = simulate_in_memory(sim_config(run={"max_seconds": 1000.0}))
+    assert completed.outcome.exit_reason == "completed"
 
 
 class RushingChannel:

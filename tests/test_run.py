@@ -172,6 +172,9 @@ def test_a_run_completes_and_every_file_agrees(start: Callable[..., Run], mode: 
     rows = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]
     assert [row["step"] for row in steps] == list(range(6))
+    size = next(row for row in rows if row["kind"] == "run")["size"]
+    written = sum(path.stat().st_size for path in run.dir.rglob("*") if path.is_file())
+    assert written < size["total"] < 100e6
     # The trainer recomputes what the engine reported: batch 0 was sampled by the initial weights.
     assert steps[0]["trainer"]["behaviour_weight_mean"] == pytest.approx(1.0, abs=1e-3)
 
@@ -209,6 +212,37 @@ def test_sigterm_drains_and_loses_nothing(start: Callable[..., Run]) -> None:
     left = summary["samples"]["accepted"]
     saved = run.dir / "batches" / "leftovers.parquet"
     assert left == (len(read_batch(saved).groups) if saved.exists() else 0)
+
+
+def test_a_preempted_run_says_that_it_should_be_started_again(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start("--run.resume", "true")
+    run.until(lambda: run.has_shipped(2))
+    run.process.send_signal(signal.SIGUSR1)
+    code, first, said = run.end()
+    assert code == 75, said
+    assert first["exit_reason"] == "preempted" and first["exit_code"] == 75
+    assert first["samples"]["dropped"] == 0
+    assert_conserved(first["samples"])
+    again = start(
+        "--run.resume", "true", "--run.max_seconds", "17", "--run.preempt_signal", "SIGTERM"
+    )
+    code, second, said = again.end()
+    assert code == 75, said
+    assert second["exit_reason"] == "preempted"
+    assert second["samples"]["admitted"] >= first["samples"]["admitted"]
+    assert_conserved(second["samples"])
+
+
+def test_a_preemption_before_the_run_is_up_is_not_lost(start: Callable[..., Run]) -> None:
+    run = start("--run.preempt_signal", "SIGTERM")
+    run.until(lambda: (run.dir / "logs" / "trainer.log").exists())
+    run.process.send_signal(signal.SIGTERM)
+    code, summary, said = run.end()
+    assert code == 75, said
+    assert summary["steps"] == 0
+    assert_conserved(summary["samples"])
 
 
 def test_an_environment_that_ignores_its_cancellation_cannot_hold_up_the_end(

@@ -396,7 +396,7 @@ def test_reference_trainer_trains_a_run_and_equals_the_library(tmp_path: Path) -
     assert sorted(os.listdir(run_dir / "checkpoints")) == ["step-000002", "step-000003"]
 
     # Going on from the last checkpoint: nothing is left to do, and nothing is done again.
-    assert main(["--run", str(run_dir), "--model", str(source), "--resume"]) == 0
+    assert main(["--run", str(run_dir), "--model", str(source)]) == 0
     assert len((run_dir / "trainer/metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -409,7 +409,7 @@ def test_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> None
     assert main(["--run", str(parts), *arguments]) == 0
     hand_over(parts, make_batch(2))
     asyncio.run(FolderTrainerLink(parts).finish(3))
-    assert main(["--run", str(parts), *arguments, "--resume"]) == 0
+    assert main(["--run", str(parts), *arguments]) == 0
     last = Path("weights") / version_name(3) / "model.safetensors"
     assert (whole / last).read_bytes() == (parts / last).read_bytes()
 
@@ -490,3 +490,16 @@ def test_own_trainer_example_runs(tmp_path: Path) -> None:
     before = load_file(source / "model.safetensors")
     after = load_file(second / "model.safetensors")
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+
+    # In a resumed run it begins where it was: what it has trained is not read again.
+    batch_path(run_dir, 0).unlink()
+    hand_over(run_dir, make_batch(2))
+    asyncio.run(FolderTrainerLink(run_dir).finish(3))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert verify(run_dir / "weights" / version_name(3)).version == 3
+    client = TrainerClient(run_dir, model_dir=source)
+    assert client.start_version == 3
+    assert client.start_dir == run_dir / "checkpoints" / "step-000003"
+    state = client.start_state()
+    assert state is not None and state["param_groups"][0]["lr"] == 1e-4

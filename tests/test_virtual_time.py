@@ -43,13 +43,13 @@ def test_a_year_passes_at_once() -> None:
 )
 def test_deadlines_agree_with_asyncio_timeout(work: list[tuple[int, int]], limit: int) -> None:
     async def main() -> None:
-        deadlines = Deadlines(limit + 0.5)
+        deadlines: Deadlines[str] = Deadlines(limit + 0.5)
         loop = asyncio.get_running_loop()
 
         async def one(start: int, seconds: int) -> tuple[bool, float]:
             await asyncio.sleep(start)
             try:
-                with deadlines.limit():
+                with deadlines.limit("work"):
                     await asyncio.sleep(seconds)
             except TimeoutError:
                 return False, loop.time()
@@ -65,10 +65,10 @@ def test_deadlines_agree_with_asyncio_timeout(work: list[tuple[int, int]], limit
 
 def test_a_cancellation_from_outside_stays_a_cancellation() -> None:
     async def main() -> None:
-        deadlines = Deadlines(5)
+        deadlines: Deadlines[str] = Deadlines(5)
 
         async def one() -> None:
-            with deadlines.limit():
+            with deadlines.limit("work"):
                 await asyncio.sleep(100)
 
         task = asyncio.ensure_future(one())

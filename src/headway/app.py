@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,12 @@ from headway.envs.registry import Tasks, load_tasks
 from headway.errors import HeadwayError, TrainerError
 from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome, outcome_of
+from headway.loop.stopping import PREEMPTED, interrupted
 from headway.loop.summary import summarize
 from headway.ports import MetricsSink, Ports
 from headway.processes import ManagedProcess
 from headway.resume import Recovered, recover
+from headway.retention import estimate, prune_batches
 from headway.store.database import RunDatabase
 from headway.store.journal import GroupedJournal
 from headway.store.run_dir import FanOut, RunDir
@@ -74,7 +78,8 @@ def _run(
     versions = versions_of(engine=config.engine.kind, trainer="headway reference")
     run_dir.write_versions(versions)
     tame_collector()
-    with run_dir.open_metrics() as rows, run_dir.open_trace() as trace:
+    kept = run_dir.open_trace() if config.store.trace else nullcontext()
+    with run_dir.open_metrics() as rows, kept as trace:
         sink = FanOut(rows, view)
         real = _RealRun(
             config,
@@ -111,7 +116,7 @@ class _RealRun:
         recovered: Recovered | None,
         *,
         metrics: MetricsSink,
-        trace: MetricsSink,
+        trace: MetricsSink | None,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
@@ -123,10 +128,17 @@ class _RealRun:
         self._trace_sink = trace
         self.is_abandoned = False
         self._started_at: float | None = None
+        self._began_at = 0.0
+        self._preempt_signal = signal.Signals[config.run.preempt_signal]
+        self._is_preempted = False
+        self._preempt: Callable[[], None] | None = None
 
     async def main(self, versions: Mapping[str, str]) -> dict[str, Any]:
         """Start, run, stop; there is a summary whatever happens."""
         started_at = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._began_at = loop.time()
+        loop.add_signal_handler(self._preempt_signal, self._on_preempted)
         trainer = self._trainer()
         engines: Fleet | None = None
         orchestrator: Orchestrator | None = None
@@ -160,8 +172,6 @@ class _RealRun:
     def _trainer(self) -> ManagedProcess:
         arguments = ["--run", str(self._run_dir.path), "--model", str(self._model_dir)]
         arguments += ["--parent-pid", str(os.getpid())]
-        if self._recovered:
-            arguments += ["--resume"]
         return ManagedProcess(
             name="trainer",
             command=[sys.executable, "-m", "headway.trainer", *arguments],
@@ -200,6 +210,7 @@ class _RealRun:
 
     def _orchestrator(self, trainer: ManagedProcess, engines: Fleet) -> Orchestrator:
         config = self._config
+        size = estimate(config, self._model_dir)
         watched = {
             "trainer": trainer.watch,
             "engines": engines.watch,
@@ -211,7 +222,7 @@ class _RealRun:
             source=self._tasks.source,
             trainer=FolderTrainerLink(self._run_dir.path),
             channel=FolderWeightChannel(self._run_dir.weights, config.weights.poll_seconds),
-            store=ParquetRunStore(self._run_dir.path, {"headway": __version__}),
+            store=ParquetRunStore(self._run_dir.path, {"headway": __version__}, self._prune),
             metrics=self._metrics,
             trace=self._trace_sink,
             journal=GroupedJournal(
@@ -223,6 +234,7 @@ class _RealRun:
                 "simulated": False,
                 "engines": engines.names,
                 "headway": __version__,
+                "size": size.as_dict(),
             },
         )
         recovered = self._recovered
@@ -231,16 +243,28 @@ class _RealRun:
             ports,
             resume=recovered.state if recovered else None,
             elapsed_seconds=recovered.seconds if recovered else 0.0,
+            life_began_at=self._began_at,
         )
         self._started_at = orchestrator.started_at
         if recovered:
             self._tell(recovered)
+        self._event("info", f"size on disk: {size}")
+        if shortage := size.shortage(self._run_dir.path):
+            self._event("warning", shortage)
         return orchestrator
+
+    def _prune(self, newest: int) -> None:
+        """Delete batches that are not kept any more; called in the writer's thread."""
+        if (keep := self._config.store.keep_batches) is not None:
+            num = self._config.actor.keep_checkpoints
+            prune_batches(self._run_dir.path, newest, keep=keep, keep_checkpoints=num)
 
     def _tell(self, recovered: Recovered) -> None:
         """Say in all records that a new life begins here."""
         state = recovered.state
-        self._trace_sink.emit({"t": recovered.seconds, "e": "resumed", "version": state.version})
+        if self._trace_sink is not None:
+            row = {"t": recovered.seconds, "e": "resumed", "version": state.version}
+            self._trace_sink.emit(row)
         self._event(
             "warning",
             f"resumed at version {state.version}: {state.num_batches - state.version} batches are "
@@ -258,15 +282,27 @@ class _RealRun:
         self._metrics.emit({"kind": "event", "time": time, "level": level, "text": text})
 
     async def _loop(self, orchestrator: Orchestrator) -> Outcome:
-        """Run the loop; the first SIGINT or SIGTERM drains it, a second one cuts the drain off."""
+        """Run the loop; the first SIGINT, SIGTERM or signal of a preemption drains it, a second one
+        cuts the drain off."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, orchestrator.stop, 128 + number)
+        numbers = {signal.SIGINT, signal.SIGTERM} - {self._preempt_signal}
+        for number in numbers:
+            loop.add_signal_handler(number, orchestrator.stop, interrupted(128 + number))
+        self._preempt = partial(orchestrator.stop, PREEMPTED)
+        if self._is_preempted:
+            self._preempt()
         try:
             return await orchestrator.run()
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            self._preempt = None
+            for number in numbers:
                 loop.remove_signal_handler(number)
+
+    def _on_preempted(self) -> None:
+        """Also before and after the loop, where it must not end the process on the spot."""
+        self._is_preempted = True
+        if self._preempt is not None:
+            self._preempt()
 
     async def _end_trainer(self, trainer: ManagedProcess, outcome: Outcome) -> Outcome:
         """Let the trainer save and end by itself; one that cannot fails the run."""

@@ -1,8 +1,8 @@
 """The command line: `headway run`, `simulate` and `report`.
 
 `main` returns the exit code and never lies about it: 0 completed, 1 failed, 2 bad configuration or
-usage, 3 a broken invariant (a bug in Headway), 130 Ctrl-C. Modules are imported where they are
-used, so that `headway --help` answers at once.
+usage, 3 a broken invariant (a bug in Headway), 75 preempted (start it again), 130 Ctrl-C. Modules
+are imported where they are used, so that `headway --help` answers at once.
 """
 
 import difflib

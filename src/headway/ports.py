@@ -224,6 +224,11 @@ class Journal(Protocol):
         and `on_room` when it is no longer. Raises StoreError as soon as writing fails."""
         ...
 
+    def owes(self) -> str | None:
+        """What is recorded and not safe yet, in words that change with every write; None: nothing.
+        Called by the watchdog."""
+        ...
+
 
 class MetricsSink(Protocol):
     """Takes metric rows; `docs/metrics.md` names every kind of row and its keys."""

@@ -18,11 +18,11 @@ from headway.config.file import load_config
 from headway.core.records import RunState, Served
 from headway.errors import ConfigError, RunDirError, StoreError
 from headway.store.atomic import remove_folder
-from headway.store.batches import finished_path
+from headway.store.batches import batch_path, finished_path
 from headway.store.database import RunDatabase
 from headway.store.recovery import adopt_batch, read_state
 from headway.store.run_dir import RunDir
-from headway.trainer.checkpoints import OPTIMIZER, latest_checkpoint
+from headway.trainer.checkpoints import OPTIMIZER, complete_checkpoints, latest_checkpoint
 from headway.weights.folder import COMPLETE, published_versions
 
 FIXED = (
@@ -143,6 +143,12 @@ def recover(config: Config, run_dir: RunDir, model_dir: Path) -> Recovered:
         raise RunDirError(
             f"{run_dir.path} has {state.num_batches} batches already: run.steps = {steps} is less"
         )
+    for step in range(version, state.num_batches):
+        if not batch_path(run_dir.path, step).exists():
+            raise RunDirError(
+                f"{run_dir.path} cannot go on from version {version}, which is the newest that is "
+                f"undamaged: batch {step} is gone (deleted by store.keep_batches, or by hand)"
+            )
     try:
         _take_back(run_dir, version)
         if checkpoint is not None:
@@ -160,6 +166,9 @@ def _take_back(run_dir: RunDir, version: int) -> None:
     """Remove what was said of the run after `version`, or by the process that is gone."""
     for number, folder in published_versions(run_dir.weights):
         if number > version:
+            remove_folder(folder)
+    for number, folder in complete_checkpoints(run_dir.path):
+        if number > version:  # damaged, and would count among those that are kept
             remove_folder(folder)
     for marker in run_dir.batches.glob("step-*.shipped"):
         if int(marker.stem.removeprefix("step-")) >= version:

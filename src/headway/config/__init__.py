@@ -19,8 +19,10 @@ from headway.config.config import (
     WeightsConfig,
 )
 from headway.config.engine import EngineConfig, UpdateMode
+from headway.config.liveness import LivenessConfig, OnStall
 from headway.config.rollout import PRESETS, Preset, RolloutConfig
 from headway.config.simulate import DistributionConfig, SimulateConfig
+from headway.config.store import StoreConfig
 
 __all__ = [
     "BUILTIN_MODEL",
@@ -32,13 +34,16 @@ __all__ = [
     "EnvironmentConfig",
     "EvalConfig",
     "ImpossibleError",
+    "LivenessConfig",
     "ModelConfig",
+    "OnStall",
     "OptimizerConfig",
     "Preset",
     "RolloutConfig",
     "RunConfig",
     "Section",
     "SimulateConfig",
+    "StoreConfig",
     "UpdateMode",
     "WeightsConfig",
 ]

@@ -1,14 +1,16 @@
 """All sections but the larger ones, and `Config`, which checks them against each other."""
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from headway.config.base import Count, Device, ImpossibleError, Seconds, Section
 from headway.config.engine import EngineConfig
+from headway.config.liveness import LivenessConfig
 from headway.config.rollout import PRESETS, RolloutConfig
 from headway.config.simulate import SimulateConfig
+from headway.config.store import StoreConfig
 from headway.core.advantages import Baseline
 from headway.core.bound import Bound, OverBound
 from headway.core.gate import CapacityGate
@@ -32,11 +34,19 @@ class RunConfig(Section):
     max_empty_batches: Count = 3
     """Consecutive batches' worth of samples with nothing trainable that end the run."""
     shutdown_seconds: Seconds = 20.0
-    """Window for clean-up; then the process ends whatever is left."""
+    """Window for what is in flight when a run is stopped; the trainer has as long to save after
+    that, and all processes together as long to end."""
+    max_seconds: Seconds | None = None
+    """Deadline of this process, start-up included, such as a job's time limit: the run drains
+    `shutdown_seconds` before it and ends as `preempted` (exit code 75), to be resumed."""
+    preempt_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGTERM", "SIGINT"] = "SIGUSR1"
+    """Says that the machine will be taken away: the run drains and ends as `preempted` (exit code
+    75), to be resumed. For SLURM: `--signal=B:USR1@120`."""
     start_seconds: Seconds = 300.0
     """Deadline for engines and trainer to become ready."""
     stall_seconds: Seconds = 600.0
-    """No sample finished, no batch shipped and no version published for this long ends the run."""
+    """No sample finished, no batch shipped and no version published for this long, and no part that
+    has a limit of its own (section `liveness`) accounts for it: as `liveness.on_stall` says."""
     metrics_interval_seconds: Seconds = 1.0
     """Between two `interval` rows of metrics.jsonl; unset, `headway simulate` writes one a virtual
     minute."""
@@ -87,6 +97,8 @@ class ActorConfig(Section):
     """CPU threads of the trainer process."""
     checkpoint_every: int = Field(default=50, ge=0)
     """Steps between optimizer checkpoints; 0: only at the end."""
+    keep_checkpoints: Count = 2
+    """Checkpoints kept: the newest, and others should its disk go bad."""
 
     @model_validator(mode="before")
     @classmethod
@@ -179,7 +191,14 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
+    store: StoreConfig = StoreConfig()
+    liveness: LivenessConfig = LivenessConfig()
     simulate: SimulateConfig = SimulateConfig()
+
+    def without_limits(self) -> Self:
+        """The same with nobody watching the progress: for times that are recorded or made up."""
+        run = self.run.model_copy(update={"stall_seconds": 1e9})
+        return self.model_copy(update={"run": run, "liveness": LivenessConfig.unlimited()})
 
     @property
     def bound(self) -> Bound:
@@ -324,10 +343,22 @@ class Config(Section):
                 "actor.use_decoupled_loss is off with max_head_offpolicyness > 1: nothing corrects "
                 "for the policy that sampled the data"
             )
-        if self.run.stall_seconds < rollout.deadline_seconds:
+        shutdown = self.run.shutdown_seconds
+        if self.run.max_seconds is not None and self.run.max_seconds <= shutdown:
             found.append(
-                f"run.stall_seconds ({self.run.stall_seconds:g}) is below rollout.deadline_seconds "
-                f"({rollout.deadline_seconds:g}): one slow rollout can end the run as stalled"
+                f"run.max_seconds ({self.run.max_seconds:g}) is not above run.shutdown_seconds "
+                f"({shutdown:g}): the run stops as soon as it has started"
+            )
+        if self.store.keep_batches is not None and not self.actor.checkpoint_every:
+            found.append(
+                "store.keep_batches has no effect with actor.checkpoint_every: 0: without a "
+                "checkpoint a resume needs every batch"
+            )
+        if self.liveness.eval_seconds < rollout.deadline_seconds and self.eval.every:
+            found.append(
+                f"liveness.eval_seconds ({self.liveness.eval_seconds:g}) is below "
+                f"rollout.deadline_seconds ({rollout.deadline_seconds:g}): one slow rollout can "
+                "count as a stall"
             )
         if self.actor.optimizer.warmup_steps >= self.run.steps:
             found.append(

@@ -146,9 +146,11 @@ def _suggestion(key: Key) -> str:
     names = [*section.model_fields]
     names += [str(other[-1]) for other in SPELLINGS if other[:-1] == key[:-1]]
     name = str(key[-1]).replace("-", "_")
+    elsewhere = {str(path[-1]): path for path in reversed([*_leaves(Config, ())])}
+    if name in elsewhere:
+        return f"did you mean {dotted(elsewhere[name])}?"
     if near := difflib.get_close_matches(name, names, n=1):
         return f"did you mean {dotted((*key[:-1], near[0]))}?"
-    elsewhere = {str(path[-1]): path for path in reversed([*_leaves(Config, ())])}
     if near := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8):
         return f"did you mean {dotted(elsewhere[near[0]])}?"
     return f"known here: {', '.join(section.model_fields)}"

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from headway.config import Config, Section, config, engine, rollout, simulate
+from headway.config import Config, Section, config, engine, liveness, rollout, simulate, store
 from headway.config.problems import Key, dotted, section_of
 
 INTRODUCTION = """\
@@ -155,7 +155,7 @@ def _field_docs() -> dict[tuple[str, str], str]:
     docs = {}
     nodes = [
         node
-        for module in (config, engine, rollout, simulate)
+        for module in (config, engine, liveness, rollout, simulate, store)
         for node in ast.parse(inspect.getsource(module)).body
     ]
     for node in nodes:

@@ -7,37 +7,59 @@ flight; an ordered dict and one timer for the oldest cost about 1 us.
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterator
 from types import TracebackType
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
-class Deadlines:
-    """Cancels tasks that have been inside `limit()` for longer than `seconds`.
+class Deadlines(Generic[T]):
+    """Cancels tasks that have been inside `limit()` for longer than `seconds`, and knows who is.
 
     Example:
-        with deadlines.limit():      # raises TimeoutError
+        with deadlines.limit(rollout):      # raises TimeoutError
             await something()
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._loop = asyncio.get_running_loop()
-        self._open: OrderedDict[_Limit, float] = OrderedDict()
+        self._open: OrderedDict[_Limit[T], float] = OrderedDict()
+        self._overdue: dict[_Limit[T], float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def limit(self) -> "_Limit":
-        """A context manager for the current task."""
-        return _Limit(self)
+    def limit(self, what: T) -> "_Limit[T]":
+        """A context manager for the current task, which does `what`."""
+        return _Limit(self, what)
 
-    def opened(self, limit: "_Limit") -> None:
+    @property
+    def num_running(self) -> int:
+        """How many are inside."""
+        return len(self._open) + len(self._overdue)
+
+    def running(self) -> Iterator[tuple[T, float]]:
+        """What is inside, and since which instant; the oldest first."""
+        yield from self.overdue()
+        for limit, expires_at in self._open.items():
+            yield limit.what, expires_at - self.seconds
+
+    def overdue(self) -> Iterator[tuple[T, float]]:
+        """What was cancelled and does not end, and since when it has been inside."""
+        for limit, expires_at in self._overdue.items():
+            yield limit.what, expires_at - self.seconds
+
+    def opened(self, limit: "_Limit[T]") -> None:
         """The clock of `limit` starts."""
         expires_at = self._loop.time() + self.seconds
         self._open[limit] = expires_at
         if self._timer is None:
             self._timer = self._loop.call_at(expires_at, self._expire)
 
-    def closed(self, limit: "_Limit") -> None:
+    def closed(self, limit: "_Limit[T]") -> None:
         """The clock of `limit` stops."""
-        self._open.pop(limit, None)
+        if self._open.pop(limit, None) is None:
+            self._overdue.pop(limit, None)
 
     def _expire(self) -> None:
         self._timer = None
@@ -48,13 +70,15 @@ class Deadlines:
                 self._timer = self._loop.call_at(expires_at, self._expire)
                 return
             del self._open[limit]
+            self._overdue[limit] = expires_at
             limit.expire()
 
 
-class _Limit:
-    __slots__ = ("_cancelling", "_deadlines", "_expired", "_task")
+class _Limit(Generic[T]):
+    __slots__ = ("_cancelling", "_deadlines", "_expired", "_task", "what")
 
-    def __init__(self, deadlines: Deadlines) -> None:
+    def __init__(self, deadlines: Deadlines[T], what: T) -> None:
+        self.what = what
         self._deadlines = deadlines
         self._expired = False
 

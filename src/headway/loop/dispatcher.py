@@ -202,6 +202,14 @@ class Dispatcher:
         running = self._ledger.num_running + self._num_eval_running
         return not running and not self._evals and self._outputs.empty()
 
+    def tasks_owe(self) -> str | None:
+        """The prompt that there is room for and the task source has not given yet, in words; None:
+        nobody waits for one."""
+        is_admitting = not (self._paused or self._closed or self._source_ended)
+        if is_admitting and not self._num_waiting and self._capacity() > 0:
+            return f"a prompt (it gave {self._next_group_id:,} so far)"
+        return None
+
     def statistics(self) -> DispatcherStatistics:
         """Counts right now."""
         return DispatcherStatistics(

@@ -40,6 +40,8 @@ class EvalSink:
 
     Args:
         tasks: held-out tasks of all environments.
+        every: versions between two evaluations; 0: there are none.
+        results: of an earlier life of the run; what was evaluated is not evaluated again.
         submit: hands samples to the dispatcher; synchronous.
         on_result: called for every environment of a finished evaluation; synchronous.
     """
@@ -48,11 +50,15 @@ class EvalSink:
         self,
         *,
         tasks: Sequence[Task],
+        every: int,
+        results: Sequence[EvalResult] = (),
         temperature: float,
         submit: Callable[[list[SampleRequest]], None],
         on_result: Callable[[EvalResult], None],
     ) -> None:
         self._tasks = tasks
+        self._every = every
+        self.results = [*results]
         self._temperature = temperature
         self._submit = submit
         self._on_result = on_result
@@ -69,6 +75,21 @@ class EvalSink:
     def num_missing(self) -> int:
         """Samples of the running evaluation that have not come back."""
         return self._missing
+
+    def owes(self) -> str | None:
+        """What the running evaluation lacks, in words; None: none is running."""
+        if self._version is None:
+            return None
+        return f"{self._missing} rollouts of the evaluation of version {self._version}"
+
+    def start_due(self, versions: range) -> bool:
+        """Evaluate the last of these versions if one of them is due; False when that cannot be
+        done, because the evaluation before is still running."""
+        return not any(map(self._is_due, versions)) or self.start(versions[-1])
+
+    def _is_due(self, version: int) -> bool:
+        is_done = any(one.version == version for one in self.results)
+        return self._every > 0 and version % self._every == 0 and not is_done
 
     def start(self, version: int, *, is_last: bool = False) -> bool:
         """Evaluate `version`; False when one is running (the last one is then queued)."""
@@ -117,18 +138,18 @@ class EvalSink:
             rollouts = self._rollouts[env]
             runs = [rollout.version_runs for rollout in rollouts if rollout.version_runs]
             rewards = [rollout.reward for rollout in rollouts]
-            self._on_result(
-                EvalResult(
-                    version=version,
-                    env=env,
-                    reward_mean=float(np.mean(rewards)) if rewards else None,
-                    num_rollouts=len(rollouts),
-                    num_failed=self._failed[env],
-                    eval_seconds=seconds,
-                    head=min((r.head for r in runs), default=None),
-                    tail=max((r.tail for r in runs), default=None),
-                )
+            result = EvalResult(
+                version=version,
+                env=env,
+                reward_mean=float(np.mean(rewards)) if rewards else None,
+                num_rollouts=len(rollouts),
+                num_failed=self._failed[env],
+                eval_seconds=seconds,
+                head=min((r.head for r in runs), default=None),
+                tail=max((r.tail for r in runs), default=None),
             )
+            self.results.append(result)
+            self._on_result(result)
         due, self._due = self._due, None
         if due is not None:
             self.start(due)

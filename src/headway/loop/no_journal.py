@@ -18,3 +18,7 @@ class NoJournal:
     async def run(self, on_full: Callable[[], None], on_room: Callable[[], None]) -> None:
         """Wait for ever: cancelled at the end of the run."""
         await asyncio.get_running_loop().create_future()
+
+    def owes(self) -> str | None:
+        """Nothing."""
+        return None

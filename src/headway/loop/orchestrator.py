@@ -16,7 +16,7 @@
 |            |                     |                  | version >= step-ahead |                    |
 | watcher    | weight channel      | engines, version | a newer version       | trainer            |
 | metrics    | statistics          | metric rows      | its interval          | time               |
-| watchdog   | progress, ledger    | nothing, or an   | its interval          | time               |
+| watchdog   | duties, ledger      | nothing, or an   | its interval          | time               |
 |            |                     | error            |                       |                    |
 | journal    | records             | the run on disk  | records; the disk     | whoever records    |
 | watch X    | process X           | an error         | the death of X        | never, in health   |
@@ -31,6 +31,7 @@ a shipped batch. Tasks wait for causes, never for decisions.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from headway.config import Config
@@ -40,10 +41,12 @@ from headway.core.ledger import Ledger, SampleState
 from headway.core.pacing import BatchTaken, JustInTime, Pacing, PacingState
 from headway.core.records import RunState
 from headway.core.rollout import Group
-from headway.errors import HeadwayError, PartEndedError
+from headway.errors import HeadwayError, PartEndedError, StoreError
 from headway.loop.dispatcher import Dispatcher
+from headway.loop.duties import watchdog_of
 from headway.loop.engine_meter import EngineMeter
 from headway.loop.eval_sink import EvalResult, EvalSink
+from headway.loop.fetch import Fetch
 from headway.loop.in_training import InTraining
 from headway.loop.metrics_loop import IntervalRow, MetricsLoop, run_row
 from headway.loop.no_journal import NoJournal
@@ -53,14 +56,11 @@ from headway.loop.rollout_runner import RolloutRunner, SampleRequest
 from headway.loop.ship_gate import ShipGate
 from headway.loop.signal import Signal, WaitBoard
 from headway.loop.step_log import ShippedBatch, StepLog, TakenBatch
+from headway.loop.stopping import Stopping, interrupted
 from headway.loop.trace import Trace
 from headway.loop.train_sink import TrainSink
-from headway.loop.watchdog import Watchdog
 from headway.loop.weight_watcher import VersionServed, WeightWatcher
 from headway.ports import Ports, PublishedWeights
-
-UPDATE_GRACE_SECONDS = 15.0
-"""The pool's own deadline for each engine comes first, because its message names the engine."""
 
 
 class Orchestrator:
@@ -75,6 +75,7 @@ class Orchestrator:
         pacing: what the controller of `pacing: just_in_time` remembers of the run so far.
         resume: where an earlier life of this run was cut off; instead of `start` and `pacing`.
         elapsed_seconds: of the run, in earlier lives: the times in all rows go on from there.
+        life_began_at: when this process began, in loop time (default: now), for `run.max_seconds`.
         run_sample: plays samples instead of the rollout runner (a replay); then it also says when a
             held batch gives up waiting.
     """
@@ -89,6 +90,7 @@ class Orchestrator:
         pacing: PacingState | None = None,
         resume: RunState | None = None,
         elapsed_seconds: float = 0.0,
+        life_began_at: float | None = None,
         run_sample: Callable[[SampleRequest], Awaitable[Group]] | None = None,
     ) -> None:
         rollout = config.rollout
@@ -105,6 +107,7 @@ class Orchestrator:
         self._first_taken = num_batches
         self._loop = asyncio.get_running_loop()
         self.started_at = self._loop.time() - elapsed_seconds
+        self._life_began_at = self._loop.time() if life_began_at is None else life_began_at
         self.bound = config.bound
         self.policy = PolicyHandle(start.version)
         self._journal = ports.journal or NoJournal()
@@ -152,6 +155,8 @@ class Orchestrator:
         )
         self.eval_sink = EvalSink(
             tasks=ports.eval_tasks,
+            every=config.eval.every,
+            results=[EvalResult(**row) for row in resume.evals] if resume else (),
             temperature=config.eval.temperature,
             submit=self.dispatcher.submit_eval,
             on_result=self._on_eval,
@@ -161,7 +166,7 @@ class Orchestrator:
             engine=self.engine,
             policy=self.policy,
             waits=self.waits,
-            update_seconds=config.engine.update_seconds + UPDATE_GRACE_SECONDS,
+            update_seconds=config.engine.update_seconds,
             max_unserved=config.max_unserved,
             on_announced=self._on_announced,
             on_served=self._on_served,
@@ -187,22 +192,44 @@ class Orchestrator:
             on_shipped=self._on_shipped,
             has_timer=run_sample is None,
         )
-        self.watchdog = Watchdog(
-            ledger=self.ledger, waits=self.waits, stall_seconds=config.run.stall_seconds
+        self.watchdog = watchdog_of(
+            config,
+            ledger=self.ledger,
+            waits=self.waits,
+            dispatcher=self.dispatcher,
+            engine=self.engine,
+            eval_sink=self.eval_sink,
+            journal=self._journal,
+            policy=self.policy,
+            runner=self.runner,
+            ship_gate=self.ship_gate,
+            on_event=self._event,
         )
         self.log = StepLog(
             self.ledger, self.train_sink.bias, self._loop.time(), first_step=start.version
         )
-        self.evals = [EvalResult(**row) for row in resume.evals] if resume else []
-        self._failures = FailureGuard(rollout.max_failed_samples)
+        self.fetch = Fetch(
+            dispatcher=self.dispatcher,
+            train_sink=self.train_sink,
+            eval_sink=self.eval_sink,
+            waits=self.waits,
+            sink_changed=self._sink_changed,
+            # The spare samples of the end of the run must not stand in the way of the last
+            # evaluation.
+            limit=max(rollout.queue_size, self.gate.spare_samples + 1),
+            failures=FailureGuard(rollout.max_failed_samples),
+            on_fetched=self.watchdog.progress,
+            on_failed=partial(self._event, "warning"),
+            on_judged=self._decide,
+        )
         self._in_training = InTraining()
-        self._done = Signal()
         self._ended: Outcome | None = None
         self._ending = Signal()
         self.is_abandoned = False
         """Whether tasks were left that ignore their cancellation."""
-        self._stop_code: int | None = None
-        self._drain_window: asyncio.Timeout | None = None
+        self._stopping = Stopping(
+            window_seconds=config.run.shutdown_seconds, waits=self.waits, on_event=self._event
+        )
         self.metrics_loop = MetricsLoop(
             row=IntervalRow(
                 dispatcher=self.dispatcher,
@@ -227,6 +254,7 @@ class Orchestrator:
         self._emit(run_row(self.config, self._ports.labels))
         for text in self.config.warnings:
             self._event("warning", text)
+        self._stopping.watch_deadline(self._life_began_at, self.config.run.max_seconds)
         parts = asyncio.create_task(self._run_parts(), name="parts")
         parts.add_done_callback(lambda _: self._ending.notify())
         try:
@@ -252,22 +280,34 @@ class Orchestrator:
         self.dispatcher.drop_running(f"run {outcome.exit_reason}", will_resume=will_resume)
         self.ledger.check()
         try:
-            if leftovers := self.train_sink.leftovers():
-                await self._ports.store.write_leftovers(leftovers)
-            await self._journal.flush()
-            await self._ports.trainer.finish(self.ship_gate.num_shipped)
+            await self._save()
         except HeadwayError as error:
             if outcome.error is None:
                 outcome = outcome_of(error)
         return outcome
+
+    async def _save(self) -> None:
+        """Write the rest, and tell the trainer that it was all. Raises StoreError."""
+        seconds = self.config.liveness.disk_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                if leftovers := self.train_sink.leftovers():
+                    await self._ports.store.write_leftovers(leftovers)
+                await self._journal.flush()
+                await self._ports.trainer.finish(self.ship_gate.num_shipped)
+        except TimeoutError:
+            self.is_abandoned = True
+            raise StoreError(
+                f"the disk did not take the last writes within {seconds:g} s "
+                "(liveness.disk_seconds); what it took before is safe, and the run can be resumed"
+            ) from None
 
     async def _run_parts(self) -> Outcome:
         """All parts under one TaskGroup, to the outcome of what ended it."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._start_parts(tasks)
-                if self._is_eval_due(self.policy.version):
-                    self.eval_sink.start(self.policy.version)
+                self.eval_sink.start_due(range(self.policy.version, self.policy.version + 1))
                 outcome = await self._until_ended()
                 self._end_with(outcome)
                 raise RunEnded(outcome)
@@ -288,15 +328,11 @@ class Orchestrator:
             self._end_with(outcome_of(error))
             raise
 
-    def stop(self, exit_code: int = 130) -> None:
-        """Ask for a graceful end: admission stops, what is in flight finishes within
-        `run.shutdown_seconds`, full batches are trained, the rest is saved. A second call ends
-        the wait at once."""
-        if self._stop_code is None:
-            self._stop_code = exit_code
-            self._done.notify()
-        elif self._drain_window is not None:
-            self._drain_window.reschedule(self._loop.time())
+    def stop(self, outcome: Outcome | None = None) -> None:
+        """Ask for a graceful end, which is then the outcome (default: interrupted): admission
+        stops, what is in flight finishes within `run.shutdown_seconds`, full batches are trained,
+        the rest is saved. A second call ends the wait at once."""
+        self._stopping.ask(outcome or interrupted(130))
 
     def _start_parts(self, tasks: asyncio.TaskGroup) -> None:
         def start(name: str, part: Awaitable[None], *, may_end: bool = False) -> None:
@@ -305,7 +341,7 @@ class Orchestrator:
         self._decide()
         start("feed", self.dispatcher.run_feed(), may_end=True)
         start("submission", self.dispatcher.run_submission(tasks))
-        start("fetch", self._run_fetch())
+        start("fetch", self.fetch.run())
         start("ship", self.ship_gate.run(), may_end=True)
         start("watcher", self.watcher.run())
         start("metrics", self.metrics_loop.run())
@@ -316,53 +352,22 @@ class Orchestrator:
 
     async def _until_ended(self) -> Outcome:
         """Wait without a deadline (the watchdog ends a run without progress)."""
-        steps = self.config.run.steps
-        await self._done.until(lambda: self.policy.version >= steps or self._stop_code is not None)
+        steps, stopping = self.config.run.steps, self._stopping
+        await stopping.changed.until(lambda: self.policy.version >= steps or bool(stopping.outcome))
         self.dispatcher.close()
-        if self._stop_code is not None:
-            await self._drain()
-            return Outcome(exit_reason="interrupted", exit_code=self._stop_code)
+        if stopping.outcome is not None:
+            await stopping.drain(self._drained())
+            return stopping.outcome
         if self.config.eval.every:
             self.eval_sink.start(self.policy.version, is_last=True)
             with self.waits.waiting("orchestrator", "the last evaluation"):
                 await self.eval_sink.idle()
         return COMPLETED
 
-    async def _drain(self) -> None:
-        window = self.config.run.shutdown_seconds
-        self._event("warning", f"stopping: what is in flight has {window:g} s to finish")
-        try:
-            async with asyncio.timeout(window) as self._drain_window:
-                await self.dispatcher.drained()
-                await self._sink_changed.until(lambda: not self.train_sink.is_full)
-                await self.policy.reached(self.ship_gate.num_taken)
-        except TimeoutError:
-            self._event("warning", f"the drain did not end in time: {self.waits.describe()}")
-
-    # --- loops --------------------------------------------------------------------------------
-
-    async def _run_fetch(self) -> None:
-        # The spare samples of the end of the run must not stand in the way of the last evaluation.
-        limit = max(self.config.rollout.queue_size, self.gate.spare_samples + 1)
-
-        def has_room() -> bool:
-            return len(self.train_sink) < limit
-
-        while True:
-            await self.waits.until("fetch", "the trainer", self._sink_changed, has_room)
-            finished = await self.dispatcher.fetch()
-            # From here to the next wait there is no await: taking and delivering is one step.
-            self.watchdog.progress()
-            if finished.request.is_eval:
-                self.eval_sink.add(finished)
-                continue
-            if finished.error is not None:
-                self._event("warning", f"sample {finished.request.group_id}: {finished.error}")
-                self._failures.failed(finished.error)
-            elif finished.group is not None:
-                self._failures.finished()
-                self.train_sink.add(finished.group)
-            self._decide()
+    async def _drained(self) -> None:
+        await self.dispatcher.drained()
+        await self._sink_changed.until(lambda: not self.train_sink.is_full)
+        await self.policy.reached(self.ship_gate.num_taken)
 
     # --- decisions ------------------------------------------------------------------------------
 
@@ -423,21 +428,14 @@ class Orchestrator:
             self._emit(self.log.trained(shipped, each, now=now, admissions=admissions))
         if version >= self.config.run.steps:
             self.dispatcher.close()
-            self._done.notify()
+            self._stopping.changed.notify()
             return
         self._decide()
-        due = any(self._is_eval_due(one) for one in range(first + 1, version + 1))
-        if due and not self.eval_sink.start(version):
+        if not self.eval_sink.start_due(range(first + 1, version + 1)):
             self._event("warning", f"no eval at version {version}: the last one is still running")
-
-    def _is_eval_due(self, version: int) -> bool:
-        every = self.config.eval.every
-        is_done = any(one.version == version for one in self.evals)
-        return every > 0 and version % every == 0 and not is_done
 
     def _on_eval(self, result: EvalResult) -> None:
         self.watchdog.progress()
-        self.evals.append(result)
         self.trace.evaluated({name: getattr(result, name) for name in result.__slots__})
         self._emit(result.row())
 

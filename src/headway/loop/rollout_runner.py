@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from headway.core.rollout import Group, GroupId, Rollout, Task
 from headway.errors import EngineError, EnvironmentFailure
@@ -52,7 +53,7 @@ class RolloutRunner:
         self._engine = engine
         self._environments = environments
         self._max_new_tokens = max_new_tokens
-        self._deadlines = Deadlines(deadline_seconds)
+        self._deadlines: Deadlines[RecordedTranscript] = Deadlines(deadline_seconds)
         self._max_infrastructure_retries = max_infrastructure_retries
         self._max_environment_retries = max_environment_retries
         self.num_retries = 0
@@ -75,6 +76,27 @@ class RolloutRunner:
                 raise known.exceptions[0] from None
             rollouts = [task.result() for task in running]
         return Group(group_id=request.group_id, task=request.task, rollouts=tuple(rollouts))
+
+    def oldest(self, count: int) -> list[str]:
+        """The rollouts that have been running for longest, each in words."""
+        now = asyncio.get_running_loop().time()
+        return [
+            f"task {one.task.key!r} of {one.task.env} ({now - since:.0f} s, in its "
+            f"{'engine' if one.waits_for_engine else 'environment'})"
+            for one, since in islice(self._deadlines.running(), count)
+        ]
+
+    @property
+    def num_running(self) -> int:
+        """Rollouts being played right now, those of evaluations included."""
+        return self._deadlines.num_running
+
+    def overdue(self) -> str | None:
+        """The oldest rollout that was cancelled at its deadline and does not end; None: there is
+        none. Code that swallows its cancellation does this."""
+        for one, _ in self._deadlines.overdue():
+            return f"the end of task {one.task.key!r} of environment {one.task.env!r}"
+        return None
 
     async def _with_retries(self, request: SampleRequest, episode: int) -> Rollout:
         infrastructure = environment = 0
@@ -105,7 +127,7 @@ class RolloutRunner:
             temperature=request.temperature,
         )
         try:
-            with self._deadlines.limit():
+            with self._deadlines.limit(transcript):
                 await environment.run(transcript)
         except TimeoutError as error:
             raise self._overdue(transcript, error) from error

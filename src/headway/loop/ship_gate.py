@@ -5,7 +5,8 @@ made a batch possible. Writing and handing over is the gate's own loop.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from headway.core.ages import Ages
 from headway.core.bound import Bound
@@ -89,7 +90,10 @@ class ShipGate:
         self._gave_up = False
         self._timer: asyncio.TimerHandle | None = None
         self.num_shipped = steps.start
-        """Batches handed over since version 0."""
+        """Batches that are on disk, since version 0."""
+        self.num_handed_over = reshipped.start
+        """Batches that the trainer has, since version 0."""
+        self._on_disk: str | None = None
 
     @property
     def num_taken(self) -> int:
@@ -107,6 +111,17 @@ class ShipGate:
         if self.num_shipped >= self._steps.stop or self._taken is not None:
             return False
         return self._policy.announced >= self.num_shipped - self._ahead
+
+    def disk_owes(self) -> str | None:
+        """The write or read of a batch that is under way, in words; None: there is none."""
+        return self._on_disk
+
+    def trainer_owes(self) -> str | None:
+        """The version that the trainer has the batch for, in words; None: it has none to train."""
+        version = self._policy.announced + 1
+        if self.num_handed_over < version:
+            return None
+        return f"version {version}, to be published after training on batch {version - 1}"
 
     def poll(self) -> None:
         """Put the next batch together if that is possible now. Whoever changes what this depends
@@ -178,7 +193,7 @@ class ShipGate:
 
                 await self._waits.until("ship", what, self._changed, has_news)
             started_at = self._now()
-            with self._waits.waiting("ship", f"batch {step} to be written"):
+            with self._disk(f"batch {step} to be written"):
                 await self._flush()
                 await self._store.write_batch(taken.batch)
             shipped = ShippedBatch.of(taken, write_seconds=self._now() - started_at)
@@ -186,15 +201,16 @@ class ShipGate:
             self._taken = None
             self.num_shipped = step + 1
             self._on_shipped(shipped)
-            with self._waits.waiting("ship", f"batch {step} to be recorded"):
+            with self._disk(f"batch {step} to be recorded and handed over"):
                 await self._flush()
-            await self._trainer.ship(taken.batch)
+                await self._trainer.ship(taken.batch)
+            self.num_handed_over = step + 1
 
     async def _ship_again(self, step: int) -> None:
         needed = step - self._ahead
         with self._waits.waiting("ship", f"the trainer to publish version {needed}"):
             await self._policy.published(needed)
-        with self._waits.waiting("ship", f"batch {step} to be read"):
+        with self._disk(f"batch {step} to be read"):
             batch = await self._store.read_batch(step)
         now = self._now()
         taken = TakenBatch(
@@ -209,7 +225,19 @@ class ShipGate:
             held_seconds=0.0,
         )
         self._on_shipped(ShippedBatch.of(taken, write_seconds=0.0))
-        await self._trainer.ship(batch)
+        with self._disk(f"batch {step} to be handed over"):
+            await self._trainer.ship(batch)
+        self.num_handed_over = step + 1
+
+    @contextmanager
+    def _disk(self, what: str) -> Iterator[None]:
+        """Around a wait for the disk."""
+        self._on_disk = what
+        try:
+            with self._waits.waiting("ship", what):
+                yield
+        finally:
+            self._on_disk = None
 
     def _what_for(self, step: int) -> str:
         if self._held_since is not None:

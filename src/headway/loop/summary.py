@@ -42,7 +42,7 @@ def summarize(
         "reward_last10_mean": _mean(log.rewards[-10:]) if log else None,
         "eval": [
             {"version": one.version, "env": one.env, "reward_mean": one.reward_mean}
-            for one in (run.evals if run else ())
+            for one in (run.eval_sink.results if run else ())
         ],
         "age": {
             "configured": config.rollout.max_head_offpolicyness,

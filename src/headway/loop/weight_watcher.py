@@ -9,6 +9,9 @@ from headway.loop.policy import PolicyHandle
 from headway.loop.signal import Signal, WaitBoard
 from headway.ports import Engine, PublishedWeights, WeightChannel
 
+UPDATE_GRACE_SECONDS = 15.0
+"""The pool's own deadline for each engine comes first, because its message names the engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class VersionServed:
@@ -27,6 +30,7 @@ class WeightWatcher:
     version can stop a version.
 
     Args:
+        update_seconds: deadline for one engine to load one version.
         max_unserved: versions that may be announced and not served. The trainer gets no batch for a
             version that is not announced, so it cannot publish so many more that it deletes the one
             that engines are loading.
@@ -48,7 +52,7 @@ class WeightWatcher:
         self._engine = engine
         self._policy = policy
         self._waits = waits
-        self._update_seconds = update_seconds
+        self._update_seconds = update_seconds + UPDATE_GRACE_SECONDS
         self._max_unserved = max_unserved
         self._on_announced = on_announced
         self._on_served = on_served

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from headway.collector import tame_collector
@@ -26,7 +27,8 @@ def simulate(config: Config, *, view: MetricsSink | None = None) -> dict[str, An
     tame_collector()
     run_dir = RunDir.create(config)
     run_dir.write_versions(versions_of(engine="simulated", trainer="simulated"))
-    with run_dir.open_metrics() as rows, run_dir.open_trace() as trace:
+    kept = run_dir.open_trace() if config.store.trace else nullcontext()
+    with run_dir.open_metrics() as rows, kept as trace:
         sink = FanOut(rows, view)
         summary = simulate_in_memory(config, metrics=sink, trace=trace)
         sink.emit({"kind": "summary", "time": summary["wall_seconds"], **summary})

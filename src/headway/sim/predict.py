@@ -180,12 +180,10 @@ def predict(
     if is_long:
         warm_up = max(warm_up, LONG_WARM_UP)
     target = warm_up + num_steps + setting.max_head_offpolicyness + 3
-    planned = lighter(setting.apply(config))
+    planned = lighter(setting.apply(config)).without_limits()
     if not is_long:
         planned = _evenly_trained(planned)
-    run = planned.run.model_copy(
-        update={"steps": target, "metrics_interval_seconds": 1e9, "stall_seconds": 1e9}
-    )
+    run = planned.run.model_copy(update={"steps": target, "metrics_interval_seconds": 1e9})
     quiet = planned.eval.model_copy(update={"every": 0})
     planned = planned.model_copy(update={"run": run, "eval": quiet})
     deadline = time.monotonic() + seconds

@@ -127,13 +127,9 @@ def replay_rows(
     config: Config, rows: Sequence[Row], recorded_hash: str | None = None
 ) -> ReplayResult:
     """Replay the rows of a trace under the configuration that they were recorded with."""
-    quiet = config.model_copy(
-        update={
-            "run": config.run.model_copy(
-                update={"metrics_interval_seconds": 3600.0, "stall_seconds": 1e9}
-            )
-        }
-    )
+    config = config.without_limits()
+    run = config.run.model_copy(update={"metrics_interval_seconds": 3600.0})
+    quiet = config.model_copy(update={"run": run})
     replayed = RowList()
 
     async def main() -> tuple[str | None, str]:

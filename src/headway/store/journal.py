@@ -76,6 +76,12 @@ class GroupedJournal:
                 is_full = False
                 on_room()
 
+    def owes(self) -> str | None:
+        """The first record that is not written yet."""
+        if self.num_written == self.num_recorded or self._failure is not None:
+            return None
+        return f"record {self.num_written + 1:,} of {self.num_recorded:,} to be written"
+
     @property
     def _backlog(self) -> float:
         """1 is full."""

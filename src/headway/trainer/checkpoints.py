@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer.pt"
-KEEP_LAST = 2
-"""Checkpoints kept: the newest, and one more should its disk go bad."""
 
 _NAME = re.compile(r"step-(\d{6,})")
 
 
 def save_checkpoint(
-    run_dir: Path, version: int, model: "nn.Module", optimizer: dict[str, Any], *, source: Path
+    run_dir: Path,
+    version: int,
+    model: "nn.Module",
+    optimizer: dict[str, Any],
+    *,
+    source: Path,
+    keep_last: int = 2,
 ) -> Path:
-    """Save the state after `version` updates; older checkpoints than the newest two are deleted.
+    """Save the state after `version` updates, and delete old checkpoints.
 
     Args:
         run_dir: the run directory.
@@ -39,6 +43,7 @@ def save_checkpoint(
         model: the model.
         optimizer: `PolicyUpdater.state_dict()`.
         source: folder of the initial model (`config.json`, tokenizer).
+        keep_last: checkpoints that stay, this one included.
 
     Raises:
         StoreError: nothing was saved. WeightsError: as `write_model`.
@@ -55,7 +60,7 @@ def save_checkpoint(
             marker = {"version": version, "files": checksums(temporary)}
             (temporary / COMPLETE).write_text(json.dumps(marker, indent=1) + "\n")
             fsync_file(temporary / COMPLETE)
-        for _, old in sorted(_complete(run_dir), reverse=True)[KEEP_LAST:]:
+        for _, old in sorted(complete_checkpoints(run_dir), reverse=True)[keep_last:]:
             remove_folder(old)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise StoreError(
@@ -69,7 +74,7 @@ def latest_checkpoint(run_dir: Path) -> tuple[int, Path] | None:
 
     Reads all of it (some seconds per GB). One that is passed over is named in a warning.
     """
-    for version, path in sorted(_complete(run_dir), reverse=True):
+    for version, path in sorted(complete_checkpoints(run_dir), reverse=True):
         if (damage := _damage(path)) is None:
             return version, path
         logger.warning("checkpoint %s is passed over: %s", path, damage)
@@ -104,7 +109,9 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _complete(run_dir: Path) -> list[tuple[int, Path]]:
+def complete_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """Version and folder of those that are all there, damaged or not, in any order. Raises
+    OSError."""
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
         return []

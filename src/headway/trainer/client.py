@@ -3,10 +3,12 @@
 Enough for a training loop of your own (needs no torch itself; `examples/own_trainer.py` runs):
 
     client = TrainerClient(run_dir, model_dir=model_dir)
+    model = ...                              # from client.start_dir
     client.ready()
     for batch in client.batches():
         ...                                  # your update
         client.publish(batch.step, model, {"loss": loss})
+        client.save(model, optimizer.state_dict())     # now and then: where a resume begins
 
 Batch `k` is trained at version `k` and published as version `k + 1`. The trainer is a process of
 its own, so everything here is synchronous and runs on the wall clock.
@@ -16,6 +18,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,7 @@ from headway.errors import RunDirError, TrainerError
 from headway.ports import PublishedWeights
 from headway.store.atomic import write_json
 from headway.store.batches import batch_path, finished_path, read_batch, shipped_path
+from headway.trainer.checkpoints import latest_checkpoint, load_optimizer, save_checkpoint
 from headway.weights.canary import Canary
 from headway.weights.folder import publish, read_manifest
 
@@ -66,6 +70,7 @@ class TrainerClient:
         self._poll_seconds = poll_seconds
         self._parent_pid = parent_pid
         self._contract: str | None = None
+        self._version: int | None = None
         self._metrics_path = run_dir / "trainer" / "metrics.jsonl"
         self._metrics_path.parent.mkdir(exist_ok=True)
         self._yielded_at = time.monotonic()
@@ -83,12 +88,54 @@ class TrainerClient:
             )
         return self._model_dir
 
+    @cached_property
+    def _checkpoint(self) -> tuple[int, Path] | None:
+        return latest_checkpoint(self.run_dir)
+
+    @property
+    def start_version(self) -> int:
+        """Updates that were applied before this process: 0, or as many as the newest sound
+        checkpoint of a resumed run holds."""
+        return self._checkpoint[0] if self._checkpoint else 0
+
+    @property
+    def start_dir(self) -> Path:
+        """Folder of the weights to begin with: that of the checkpoint, or of the initial model."""
+        return self._checkpoint[1] if self._checkpoint else self.model_dir
+
+    def start_state(self) -> dict[str, Any] | None:
+        """What `save` was given beside the model; None at version 0. Raises StoreError."""
+        return load_optimizer(self._checkpoint[1]) if self._checkpoint else None
+
+    def save(self, model: "nn.Module", state: dict[str, Any]) -> Path:
+        """Save a checkpoint of what was published last, for a resume to begin at.
+
+        Batches from there on are trained again by a resume; one at the end spares it all of them.
+        Older checkpoints than the newest `actor.keep_checkpoints` are deleted.
+
+        Args:
+            model: at the version that was published last.
+            state: of the optimizer, or anything that `torch.load(weights_only=True)` takes.
+
+        Raises:
+            StoreError: nothing was saved. WeightsError: the model cannot be written.
+        """
+        return save_checkpoint(
+            self.run_dir,
+            self.start_version if self._version is None else self._version,
+            model,
+            state,
+            source=self.model_dir,
+            keep_last=self.config.actor.keep_checkpoints,
+        )
+
     def ready(self) -> None:
         """Say that batches will be read from now on; the run waits for this before it starts."""
         write_json(self.run_dir / "trainer" / "ready.json", {"pid": os.getpid()})
 
-    def batches(self, start: int = 0) -> Iterator[Batch]:
-        """Batches `start`, `start + 1`, ... as they are shipped; ends when the run has no more.
+    def batches(self, start: int | None = None) -> Iterator[Batch]:
+        """Batches `start` (default: `start_version`), `start + 1`, ... as they are shipped; ends
+        when the run has no more.
 
         Waits without a deadline of its own: how long a batch may take is known to the run, whose
         watchdog ends a stalled run and with it this process (see `parent_pid`).
@@ -97,7 +144,7 @@ class TrainerClient:
             StoreError: a batch file is damaged.
             TrainerError: a batch out of order, or the run's process is gone.
         """
-        step = start
+        step = self.start_version if start is None else start
         while self._wait_for(step):
             batch = read_batch(batch_path(self.run_dir, step))
             if batch.step != step:
@@ -137,6 +184,7 @@ class TrainerClient:
         )
         if self._contract is None and published.path is not None:
             self._contract = read_manifest(published.path).contract
+        self._version = published.version
         return published
 
     def _canary(self, version: int, weights: "nn.Module | Mapping[str, Tensor]") -> Canary | None:

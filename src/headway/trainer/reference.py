@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 from headway.errors import HeadwayError, TrainerError
-from headway.trainer.checkpoints import latest_checkpoint, load_optimizer, save_checkpoint
 from headway.trainer.client import TrainerClient
 
 
@@ -28,31 +27,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--model", type=Path, required=True, help="folder of the initial model")
     parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest complete checkpoint"
-    )
-    parser.add_argument(
         "--parent-pid", type=int, help="end with an error when this process is gone"
     )
     options = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
-        train(options.run, options.model, resume=options.resume, parent_pid=options.parent_pid)
+        train(options.run, options.model, parent_pid=options.parent_pid)
     except HeadwayError as error:
         print(f"headway trainer: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 
 
-def train(
-    run_dir: Path, model_dir: Path, *, resume: bool = False, parent_pid: int | None = None
-) -> None:
-    """Train all batches of a run. Raises HeadwayError.
+def train(run_dir: Path, model_dir: Path, *, parent_pid: int | None = None) -> None:
+    """Train all batches of a run, from its newest sound checkpoint on. Raises HeadwayError.
 
     Args:
         run_dir: the run directory.
         model_dir: folder of the initial model.
-        resume: start from the newest complete checkpoint, when there is one.
         parent_pid: see `TrainerClient`.
     """
     client = TrainerClient(run_dir, model_dir=model_dir, parent_pid=parent_pid)
@@ -64,28 +57,26 @@ def train(
 
     torch.set_num_threads(config.actor.num_threads)
     torch.manual_seed(config.run.seed)
-    checkpoint = latest_checkpoint(run_dir) if resume else None
-    start, weights = checkpoint or (0, model_dir)
-    model = load_model(weights, config.actor.device)
+    model = load_model(client.start_dir, config.actor.device)
     updater = PolicyUpdater(
         model, config.actor, seed=config.run.seed, temperature=config.rollout.temperature
     )
-    if checkpoint is not None:
-        updater.load_state_dict(load_optimizer(weights))
+    if (state := client.start_state()) is not None:
+        updater.load_state_dict(state)
     client.ready()
-    print(f"headway trainer: ready at version {start}", flush=True)
-    version, saved = start, start
+    version = saved = client.start_version
+    print(f"headway trainer: ready at version {version}", flush=True)
     every = config.actor.checkpoint_every
-    for batch in client.batches(start):
+    for batch in client.batches():
         stats = updater.update(batch)
         published = client.publish(batch.step, model, stats)
         version = published.version
         client.log({"step": batch.step, "version": version, **published.stats})
         if every and version % every == 0:
-            save_checkpoint(run_dir, version, model, updater.state_dict(), source=model_dir)
+            client.save(model, updater.state_dict())
             saved = version
     if saved != version:
-        save_checkpoint(run_dir, version, model, updater.state_dict(), source=model_dir)
+        client.save(model, updater.state_dict())
     print(f"headway trainer: finished at version {version}", flush=True)
 
 

@@ -20,6 +20,8 @@ from headway.views.values import (
 )
 
 LABEL_WIDTH = 10
+STOPPED = ("interrupted", "preempted")
+"""Exit reasons of a run that somebody stopped, and nothing was wrong with."""
 
 
 def summary_text(summary: Row, *, width: int = 80) -> Text:
@@ -28,7 +30,8 @@ def summary_text(summary: Row, *, width: int = 80) -> Text:
     `str(...)` of the result is plain text; a rich console shows it with a few colours.
     """
     reason = str(value(summary, "exit_reason") or "unknown end")
-    style = {"completed": "bold green", "interrupted": "bold yellow"}.get(reason, "bold red")
+    styles = {"completed": "bold green", **dict.fromkeys(STOPPED, "bold yellow")}
+    style = styles.get(reason, "bold red")
     text = Text()
     text.append(reason.replace("_", " "), style=style)
     text.append(f"  {_pace(summary)}\n")

@@ -7,7 +7,7 @@ from enum import StrEnum
 from statistics import variance
 
 from headway.views.run_data import RunData
-from headway.views.summary import bias_line, price_line
+from headway.views.summary import STOPPED, bias_line, price_line
 from headway.views.values import count, integer, mean, number, seconds, section, share, value
 
 WINDOW = 10
@@ -69,7 +69,7 @@ def ending(data: RunData) -> Finding:
         return Finding(Tone.GOOD, "Completed", done)
     message = str(value(data.summary, "message") or "").rstrip(".")
     words = str(reason).replace("_", " ").capitalize()
-    tone = Tone.NOTE if reason == "interrupted" else Tone.BAD
+    tone = Tone.NOTE if reason in STOPPED else Tone.BAD
     return Finding(tone, words, (f"{message}. " if message else "") + done)
 
 
