@@ -596,3 +596,43 @@ def test_a_slow_trainer_holds_generation_back_and_queues_stay_within_their_sizes
     run = simulate_in_memory(config, script=script)
     assert run.outcome.exit_code == 0
     assert highest == 20
+
+
+class CancelledIntoAnError:
+    """An engine whose client takes its cancellation for a broken connection."""
+
+    name = "stubborn"
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            raise EngineError("broken off") from None
+        raise AssertionError("the run is over by then")
+
+    async def statistics(self) -> Mapping[str, EngineStatistics]:
+        return {}
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_samples_that_turn_their_cancellation_into_a_failure_do_not_outlive_the_run(
+    group_size: int,
+) -> None:
+    """Nobody fetches any more, and there are more of them than the output queue has room for."""
+    rollout = {
+        "group_size": group_size,
+        "queue_size": 8,
+        "max_concurrent_rollouts": 24,
+        "max_infrastructure_retries": 0,
+    }
+
+    async def stop_at_once(orchestrator: Orchestrator) -> None:
+        await asyncio.sleep(5)
+        orchestrator.stop()
+        orchestrator.stop()
+
+    run = simulate_in_memory(
+        sim_config(rollout=rollout), script=stop_at_once, ports={"engine": CancelledIntoAnError()}
+    )
+    assert run.outcome.exit_reason == "interrupted"
+    assert not run.orchestrator.is_abandoned
