@@ -636,3 +636,38 @@ def test_samples_that_turn_their_cancellation_into_a_failure_do_not_outlive_the_
     )
     assert run.outcome.exit_reason == "interrupted"
     assert not run.orchestrator.is_abandoned
+
+
+class LacksLogprobs:
+    """An engine whose first answers have parts of different lengths."""
+
+    name = "short"
+
+    def __init__(self) -> None:
+        self.num_wrong = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await asyncio.sleep(1)
+        is_wrong = self.num_wrong < 3
+        self.num_wrong += is_wrong
+        return Completion(
+            token_ids=np.zeros(4, np.int32),
+            logprobs=np.zeros(3 if is_wrong else 4, np.float32),
+            version_runs=VersionRuns(((0, 4),)),
+            finish_reason=FinishReason.STOP,
+        )
+
+    async def update_weights(self, weights: PublishedWeights) -> None:
+        return
+
+    async def statistics(self) -> Mapping[str, EngineStatistics]:
+        return {}
+
+
+def test_an_answer_whose_parts_do_not_belong_together_is_the_engines_fault() -> None:
+    rollout = {"over_bound": "admit", "max_head_offpolicyness": 8}
+    run = simulate_in_memory(
+        sim_config(run={"steps": 2}, rollout=rollout), ports={"engine": LacksLogprobs()}
+    )
+    assert run.outcome.exit_reason == "completed", run.outcome
+    assert run.orchestrator.runner.num_retries == 3
