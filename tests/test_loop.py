@@ -671,3 +671,24 @@ def test_an_answer_whose_parts_do_not_belong_together_is_the_engines_fault() -> 
     )
     assert run.outcome.exit_reason == "completed", run.outcome
     assert run.orchestrator.runner.num_retries == 3
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_second_stop_in_the_instant_when_the_window_ends_is_harmless(turns: int) -> None:
+    stopped: list[int] = []
+
+    async def stop_again(orchestrator: Orchestrator) -> None:
+        await asyncio.sleep(5)
+        orchestrator.stop()
+        await asyncio.sleep(3)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        orchestrator.stop()
+        stopped.append(turns)
+
+    config = sim_config(
+        run={"shutdown_seconds": 3}, simulate={"rollout_seconds": {"kind": "constant", "value": 99}}
+    )
+    run = simulate_in_memory(config, script=stop_again)
+    assert run.outcome.exit_reason == "interrupted"
+    assert stopped or turns > 1, "stop() raised, or the run had ended"

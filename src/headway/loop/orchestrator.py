@@ -295,8 +295,8 @@ class Orchestrator:
         if self._stop_code is None:
             self._stop_code = exit_code
             self._done.notify()
-        elif self._drain_window is not None:
-            self._drain_window.reschedule(self._loop.time())
+        elif self._ended is None and (window := self._drain_window) and not window.expired():
+            window.reschedule(self._loop.time())
 
     def _start_parts(self, tasks: asyncio.TaskGroup) -> None:
         def start(name: str, part: Awaitable[None], *, may_end: bool = False) -> None:
