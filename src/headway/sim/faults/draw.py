@@ -11,13 +11,13 @@ _WEIGHTS: Mapping[FaultKind, float] = {
     _KIND.ENGINE_CRASH: 3,
     _KIND.ENGINE_HANG: 2,
     _KIND.SLOW_START: 1,
-    _KIND.LATE_ANSWERS: 1,
+    _KIND.LATE_ANSWERS: 2,
     _KIND.WRONG_ANSWERS: 2,
     _KIND.UPDATE_FAILS: 2,
     _KIND.UPDATE_REFUSED: 1,
     _KIND.UPDATE_HANGS: 1,
     _KIND.ENV_ERROR: 2,
-    _KIND.ENV_HANG: 1,
+    _KIND.ENV_HANG: 2,
     _KIND.TRAINER_CRASH: 4,
     _KIND.TRAINER_HANG: 1,
     _KIND.BAD_WEIGHTS: 1,
@@ -28,8 +28,8 @@ _WEIGHTS: Mapping[FaultKind, float] = {
     _KIND.CLOCK_JUMP: 2,
     _KIND.STOP: 3,
 }
-_NUM_CALLBACKS = (1.0, 3.8)
-"""Powers of ten between which kills are drawn."""
+_POWERS = (1.0, 3.7)
+"""Of ten: the callbacks among which half of the kills are drawn, the other half evenly."""
 _NUM_CALLS = 1_500
 
 
@@ -54,10 +54,12 @@ def draw_faults(chance: random.Random, seconds: float) -> tuple[Fault, ...]:
     num_lives = chance.choice((1, 1, 2, 2, 3, 4))
     faults = []
     for life in range(num_lives):
-        for kind in chance.choices([*_WEIGHTS], [*_WEIGHTS.values()], k=chance.randrange(4)):
+        for kind in chance.choices([*_WEIGHTS], [*_WEIGHTS.values()], k=chance.randrange(5)):
             faults.append(_fault(chance, kind, life, seconds / num_lives))
         if chance.random() < 0.6:
-            at = float(round(10 ** chance.uniform(*_NUM_CALLBACKS)))
+            is_early = chance.random() < 0.5
+            at = 10 ** chance.uniform(*_POWERS) if is_early else chance.uniform(0, 10 ** _POWERS[1])
+            at = float(round(at))
             faults.append(Fault(kind=_KIND.KILL, life=life, at=at, which=chance.randrange(2)))
         if life and chance.random() < 0.15:
             at = float(chance.randrange(1, _NUM_CALLS))

@@ -71,6 +71,7 @@ class Invariants:
         self._life = -1
         self._now: Callable[[], float] = lambda: 0.0
         self._orchestrator: Orchestrator | None = None
+        self._engines: Callable[[], Mapping[str, int]] = dict
         self._states: dict[int, SampleState] = {}
         self._prompts: dict[int, int] = {}
         self._interrupted: deque[int] = deque()
@@ -157,9 +158,9 @@ class Invariants:
         for _, trainable in state.accepted:
             self._check_content(trainable.group.group_id, content_of(trainable.group))
 
-    def runs(self, orchestrator: Orchestrator) -> None:
-        """The loop of this life."""
-        self._orchestrator = orchestrator
+    def runs(self, orchestrator: Orchestrator, engines: Callable[[], Mapping[str, int]]) -> None:
+        """The loop of this life; `engines` says which are live, and what each has loaded."""
+        self._orchestrator, self._engines = orchestrator, engines
 
     # --- what is written ------------------------------------------------------------------------
 
@@ -220,6 +221,13 @@ class Invariants:
                 lambda at=group.task.position, one=before: f"{at} in batches {one} and {step}",  # type: ignore[misc]
             )
             self._check_content(group.group_id, content_of(group))
+            heads = [one.version_runs.head for one in group.rollouts if one.version_runs]
+            admitted_at = self.shadow.samples[group.group_id].version
+            self.require(
+                min(heads, default=admitted_at) >= admitted_at,
+                "no token is older than the admission of its sample",
+                lambda heads=heads, at=admitted_at: f"heads {heads}, admitted at {at}",  # type: ignore[misc]
+            )
             ages = [
                 step - rollout.version_runs.head
                 for rollout in group.rollouts
@@ -410,3 +418,9 @@ class Invariants:
         )
         self._version = version
         self._has_served = True
+        loaded = self._engines()
+        self.require(
+            all(one >= version for one in loaded.values()),
+            "a version is served once every live engine has loaded it",
+            lambda: f"version {version}, loaded are {dict(loaded)}",
+        )

@@ -260,7 +260,10 @@ class _Life:
         except HeadwayError as error:
             return outcome_of(error)
         orchestrator = self._orchestrator = self._make_orchestrator(pool)
-        self._invariants.runs(orchestrator)
+        engines = {engine.name: engine for engine in self._engines}
+        self._invariants.runs(
+            orchestrator, lambda: {name: engines[name].version for name in pool.live}
+        )
         for fault in self._of_kind(FaultKind.STOP):
             self._loop.call_at(max(fault.at, self._now()), self._stop, fault)
         outcome = await orchestrator.run()

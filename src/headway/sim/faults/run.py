@@ -4,6 +4,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +48,14 @@ def run_schedule(schedule: Schedule) -> Report:
         run_dir = RunDir(folder / "run")
         invariants = Invariants(config, run_dir.path)
         for life in range(schedule.num_broken_lives + _MORE_LIVES):
-            report = live(schedule, life, run_dir, invariants)
-            lives.append(report)
-            invariants.event(f"life {life}: {report.how}")
-            check_end(report, config, run_dir, invariants)
+            try:
+                report = live(schedule, life, run_dir, invariants)
+                lives.append(report)
+                invariants.event(f"life {life}: {report.how}")
+                check_end(report, config, run_dir, invariants)
+            except Exception:  # wherever it comes from, it is a failure of this seed
+                invariants.broken("nothing is raised that nobody expects", traceback.format_exc())
+                break
             is_over = "nothing is left" in report.how or report.how == "completed"
             if invariants.violation or is_over:
                 break

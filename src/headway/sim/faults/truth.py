@@ -40,13 +40,18 @@ MAY_END: Mapping[FaultKind, frozenset[str]] = {
 ERRORS = frozenset({"trainer_failed", "engine_failed", "store_failed", "stalled"})
 
 
-def reasons_allowed(fired: Iterable[Fault], config: Config) -> frozenset[str]:
-    """Exit reasons that are true of a life with these faults, beside `completed`."""
+def reasons_allowed(
+    fired: Iterable[Fault], config: Config, *, has_started: bool = True
+) -> frozenset[str]:
+    """Exit reasons that are true of a life with these faults, beside `completed`.
+
+    `has_started`: the loop began; before that, every engine must be there.
+    """
     faults = list(fired)
     allowed: set[str] = set()
     hit = {one.which % config.engine.count for one in faults if one.kind in _ENGINES}
     for fault in faults:
-        if fault.kind in _ENGINES and len(hit) < config.engine.count:
+        if fault.kind in _ENGINES and has_started and len(hit) < config.engine.count:
             continue  # there is an engine that nothing happened to
         allowed |= MAY_END.get(fault.kind, frozenset())
     return frozenset(allowed)
@@ -62,7 +67,8 @@ def check_end(report: LifeReport, config: Config, run_dir: RunDir, invariants: I
     if report.outcome is None:
         return
     outcome, reason = report.outcome, report.outcome.exit_reason
-    allowed = reasons_allowed(report.fired, config)
+    has_started = report.orchestrator is not None
+    allowed = reasons_allowed(report.fired, config, has_started=has_started)
     require(
         reason == "completed" or reason in allowed,
         "a run ends early only for what was broken",
@@ -88,7 +94,7 @@ def check_end(report: LifeReport, config: Config, run_dir: RunDir, invariants: I
     )
     touched = {fault.kind for fault in report.fired} & {*_ENGINES, FaultKind.CLOCK_JUMP}
     ejected = [text for _, text in report.events if "ejected" in text]
-    is_well = reason in ("completed", "interrupted") and not touched
+    is_well = reason == "completed" and not touched  # a stop cuts loads off
     require(not (is_well and ejected), "healthy engines stay", lambda: f"{ejected}")
     if not report.is_abandoned and reason != "store_failed":
         _check_ledger(report, config, run_dir, invariants)
@@ -156,6 +162,11 @@ def _check_saved(
             "the last version is evaluated",
             lambda: f"{sorted(evals)}",
         )
+    require(
+        report.trainer_version == orchestrator.ship_gate.num_shipped,
+        "a trainer that ends has trained whatever was handed over",
+        lambda: f"{report.trainer_version} of {orchestrator.ship_gate.num_shipped}",
+    )
     saved = latest_checkpoint(run_dir.path)
     newest = saved[0] if saved else 0
     require(
