@@ -624,3 +624,99 @@ def test_a_slow_trainer_holds_generation_back_and_queues_stay_within_their_sizes
     run = simulate_in_memory(config, script=script)
     assert run.outcome.exit_code == 0
     assert highest == 20
+
+
+class CancelledIntoAnError:
+    """An engine whose client takes its cancellation for a broken connection."""
+
+    name = "stubborn"
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            raise EngineError("broken off") from None
+        raise AssertionError("the run is over by then")
+
+    async def statistics(self) -> Mapping[str, EngineStatistics]:
+        return {}
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_samples_that_turn_their_cancellation_into_a_failure_do_not_outlive_the_run(
+    group_size: int,
+) -> None:
+    """Nobody fetches any more, and there are more of them than the output queue has room for."""
+    rollout = {
+        "group_size": group_size,
+        "queue_size": 8,
+        "max_concurrent_rollouts": 24,
+        "max_infrastructure_retries": 0,
+    }
+
+    async def stop_at_once(orchestrator: Orchestrator) -> None:
+        await asyncio.sleep(5)
+        orchestrator.stop()
+        orchestrator.stop()
+
+    run = simulate_in_memory(
+        sim_config(rollout=rollout), script=stop_at_once, ports={"engine": CancelledIntoAnError()}
+    )
+    assert run.outcome.exit_reason == "interrupted"
+    assert not run.orchestrator.is_abandoned
+
+
+class LacksLogprobs:
+    """An engine whose first answers have parts of different lengths."""
+
+    name = "short"
+
+    def __init__(self) -> None:
+        self.num_wrong = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await asyncio.sleep(1)
+        is_wrong = self.num_wrong < 3
+        self.num_wrong += is_wrong
+        return Completion(
+            token_ids=np.zeros(4, np.int32),
+            logprobs=np.zeros(3 if is_wrong else 4, np.float32),
+            version_runs=VersionRuns(((0, 4),)),
+            finish_reason=FinishReason.STOP,
+        )
+
+    async def update_weights(self, weights: PublishedWeights) -> None:
+        return
+
+    async def statistics(self) -> Mapping[str, EngineStatistics]:
+        return {}
+
+
+def test_an_answer_whose_parts_do_not_belong_together_is_the_engines_fault() -> None:
+    rollout = {"over_bound": "admit", "max_head_offpolicyness": 8}
+    run = simulate_in_memory(
+        sim_config(run={"steps": 2}, rollout=rollout), ports={"engine": LacksLogprobs()}
+    )
+    assert run.outcome.exit_reason == "completed", run.outcome
+    assert run.orchestrator.runner.num_retries == 3
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_second_stop_in_the_instant_when_the_window_ends_is_harmless(turns: int) -> None:
+    stopped: list[int] = []
+
+    async def stop_again(orchestrator: Orchestrator) -> None:
+        await asyncio.sleep(5)
+        orchestrator.stop()
+        await asyncio.sleep(3)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        orchestrator.stop()
+        stopped.append(turns)
+
+    config = sim_config(
+        run={"shutdown_seconds": 3}, simulate={"rollout_seconds": {"kind": "constant", "value": 99}}
+    )
+    run = simulate_in_memory(config, script=stop_again)
+    assert run.outcome.exit_reason == "interrupted"
+    assert stopped or turns > 1, "stop() raised, or the run had ended"

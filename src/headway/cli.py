@@ -8,6 +8,7 @@ are imported where they are used, so that `headway --help` answers at once.
 import difflib
 import json as json_module
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,7 +112,18 @@ def run(
 @app.command(
     sort_key=2, usage="Usage: headway simulate [WORKLOAD.yaml] [--section.field VALUE]... [OPTIONS]"
 )
-def simulate(*arguments: Arguments, json: Json = False, quiet: Quiet = False) -> int:
+def simulate(
+    *arguments: Arguments,
+    faults: Annotated[
+        str | None,
+        Parameter(
+            name="--faults",
+            help="Break the run on purpose: a seed (7), a range (0-199), or a schedule's file.",
+        ),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
     """Run the same control loop on a stated workload, in virtual time: hours pass in seconds.
 
     WORKLOAD.yaml is a configuration; its section `simulate` states how long things take
@@ -123,7 +135,19 @@ def simulate(*arguments: Arguments, json: Json = False, quiet: Quiet = False) ->
     headway simulate examples/demo.yaml --run.dir runs/sim
 
     headway simulate --simulate.train_seconds 30 --rollout.max_concurrent_rollouts 48 --json
+
+    headway simulate --faults 0-199
     """
+    if faults is not None:
+        from headway.faults import simulate_faults
+
+        return simulate_faults(
+            faults,
+            config=_load(arguments) if arguments else None,
+            workload_words="".join(f" {shlex.quote(word)}" for word in arguments),
+            as_json=json,
+            is_quiet=quiet,
+        )
     config = _load(arguments)
     from headway.sim.app import simulate as simulate_config
     from headway.views.terminal import TerminalView
@@ -342,7 +366,7 @@ def _load(arguments: Sequence[str], resume: Path | None = None) -> "Config":
 
     words = list(arguments)
     path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
-    flags = ["--json", "--quiet", "--help", "--resume"]
+    flags = ["--json", "--quiet", "--help", "--resume", "--faults"]
     for word in words:
         name = word.partition("=")[0]
         near = difflib.get_close_matches(name, flags, n=1, cutoff=0.7)

@@ -7,6 +7,7 @@ its end. Batches stay, and are trained again from it as they are.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ FIXED = (
 """What the data on disk was made with: changing it would mix two runs under one name."""
 
 _TAIL_BYTES = 1 << 16
+_SHIPPED = re.compile(r"step-(\d{6,})\.shipped")
+_LEFTOVER = re.compile(r"\..*\.(tmp|old)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,12 +173,11 @@ def _take_back(run_dir: RunDir, version: int) -> None:
     for number, folder in complete_checkpoints(run_dir.path):
         if number > version:  # damaged, and would count among those that are kept
             remove_folder(folder)
-    for marker in run_dir.batches.glob("step-*.shipped"):
-        if int(marker.stem.removeprefix("step-")) >= version:
-            marker.unlink()
-    leftovers = (".*.tmp", ".*.old")
-    for temporary in [one for name in leftovers for one in run_dir.batches.glob(name)]:
-        temporary.unlink()
+    for entry in [*run_dir.batches.iterdir()]:
+        marked = _SHIPPED.fullmatch(entry.name)
+        is_later = marked is not None and int(marked[1]) >= version
+        if is_later or (_LEFTOVER.fullmatch(entry.name) and entry.is_file()):
+            entry.unlink()
     for said in (
         finished_path(run_dir.path),
         run_dir.batches / "leftovers.parquet",

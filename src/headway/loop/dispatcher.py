@@ -121,6 +121,7 @@ class Dispatcher:
         self._room = Signal()
         self._paused = False
         self._closed = False
+        self._is_abandoned = False
         self._source_ended = False
         self._num_eval_running = 0
         self._is_interrupted = False
@@ -156,7 +157,7 @@ class Dispatcher:
 
     def abandon(self) -> None:
         """The run has ended: nothing starts any more, whoever still pumps."""
-        self._closed = True
+        self._closed = self._is_abandoned = True
         self._evals.clear()
 
     def pump(self) -> None:
@@ -343,6 +344,10 @@ class Dispatcher:
             group = await self._run_sample(request)
         except (EngineError, EnvironmentFailure) as failure:
             error = failure
+        if self._is_abandoned:
+            # It was cancelled and failed in the same instant, and said the latter: what took its
+            # cancellation for an error must not wait for room that nobody makes any more.
+            return
         finished = FinishedSample(request=request, group=group, error=error)
         await self._outputs.put(finished)
         if request.is_eval:

@@ -16,7 +16,7 @@ from headway.core.rollout import (
     Timings,
 )
 from headway.core.versions import VersionRuns
-from headway.errors import EngineError, EnvironmentFailure
+from headway.errors import EngineError, EnvironmentFailure, UnusableAnswer
 from headway.ports import GenerateRequest, Score
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
@@ -100,6 +100,7 @@ class RecordedTranscript:
         self.waits_for_engine = True
         try:
             completion = await self._generate(request)
+            _check(request, completion)
         except EngineError as error:
             self.engine_error = error
             raise
@@ -171,4 +172,15 @@ class RecordedTranscript:
                 reward_seconds=reward_seconds,
             ),
             metrics=score.metrics,
+        )
+
+
+def _check(request: GenerateRequest, completion: Completion) -> None:
+    """Raise UnusableAnswer for a completion whose parts do not belong to each other."""
+    num_tokens = len(completion.token_ids)
+    num_logprobs, num_stamped = len(completion.logprobs), completion.version_runs.num_tokens
+    if num_logprobs != num_tokens or num_stamped != num_tokens:
+        raise UnusableAnswer(
+            f"the answer to {request.request_id} has {num_tokens} tokens, {num_logprobs} "
+            f"log-probabilities and the versions of {num_stamped}: all must be equally many"
         )

@@ -53,6 +53,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return timer
 
     def _run_once(self) -> None:
+        ready = self._gather()
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _gather(self) -> deque[asyncio.Handle]:
+        """Everything that is due in this turn, in order; the clock jumps if nothing else is."""
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
         timers = self._timers
         while timers and timers[0][2].cancelled():
@@ -64,10 +72,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         end = self._now + self._clock_resolution
         while timers and timers[0][0] < end:
             ready.append(heapq.heappop(timers)[2])
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+        return ready
 
     def _jump_to(self, when: float) -> None:
         self._now = max(self._now, when)

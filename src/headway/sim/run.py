@@ -53,7 +53,7 @@ def build_simulation(
     ports = Ports(
         engine=engine,
         environments={label: SimulatedEnvironment(label, workload) for label in workload.labels},
-        source=_tasks(config),
+        source=tasks_of(config),
         trainer=trainer,
         channel=trainer,
         store=store or MemoryStore(),
@@ -103,7 +103,7 @@ def _engines(config: Config, workload: Workload, version: int) -> tuple[Engine, 
     return EnginePool(engines, update_seconds=seconds, version=version), names
 
 
-def _tasks(config: Config) -> TaskSource:
+def tasks_of(config: Config) -> TaskSource:
     """Endless tasks, mixed by the environments' weights."""
     labels = [env.label for env in config.envs]
     if len(labels) == 1:

@@ -9,6 +9,7 @@ found out, and the one before is used.
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,17 +51,32 @@ def save_checkpoint(
     """
     import torch
 
+    def fill(folder: Path) -> None:
+        write_model(folder, model, source=source)
+        torch.save(optimizer, folder / OPTIMIZER)
+        fsync_file(folder / OPTIMIZER)
+
+    return save_folder(run_dir, version, fill, keep_last=keep_last)
+
+
+def save_folder(
+    run_dir: Path, version: int, fill: Callable[[Path], None], *, keep_last: int
+) -> Path:
+    """`save_checkpoint` for a state that is no torch model here: `fill` writes it, `optimizer.pt`
+    included, into the folder that it is given, and flushes it. Needs no torch. Raises StoreError,
+    and whatever else `fill` raises.
+    """
     path = run_dir / "checkpoints" / f"step-{version:06d}"
     try:
         path.parent.mkdir(exist_ok=True)
         with atomic_folder(path) as temporary:
-            write_model(temporary, model, source=source)
-            torch.save(optimizer, temporary / OPTIMIZER)
-            fsync_file(temporary / OPTIMIZER)
+            fill(temporary)
             marker = {"version": version, "files": checksums(temporary)}
             (temporary / COMPLETE).write_text(json.dumps(marker, indent=1) + "\n")
             fsync_file(temporary / COMPLETE)
-        for _, old in sorted(complete_checkpoints(run_dir), reverse=True)[keep_last:]:
+        # What lies above is not this trainer's: it must not push out what was just saved.
+        own = [one for one in complete_checkpoints(run_dir) if one[0] <= version]
+        for _, old in sorted(own, reverse=True)[keep_last:]:
             remove_folder(old)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise StoreError(
@@ -75,7 +91,7 @@ def latest_checkpoint(run_dir: Path) -> tuple[int, Path] | None:
     Reads all of it (some seconds per GB). One that is passed over is named in a warning.
     """
     for version, path in sorted(complete_checkpoints(run_dir), reverse=True):
-        if (damage := _damage(path)) is None:
+        if (damage := _damage(version, path)) is None:
             return version, path
         logger.warning("checkpoint %s is passed over: %s", path, damage)
     return None
@@ -96,10 +112,13 @@ def load_optimizer(path: Path) -> dict[str, Any]:
     return state
 
 
-def _damage(path: Path) -> str | None:
+def _damage(version: int, path: Path) -> str | None:
     """What is wrong with a complete checkpoint, or None."""
     try:
-        wanted = json.loads((path / COMPLETE).read_bytes())["files"]
+        marker = json.loads((path / COMPLETE).read_bytes())
+        if marker["version"] != version:
+            return f"its marker says that it is version {marker['version']}: a copy, or renamed"
+        wanted = marker["files"]
         found = checksums(path)
         for name, file in wanted.items():
             if found.get(name) != file:

@@ -202,13 +202,8 @@ class TrainerClient:
     def _wait_for(self, step: int) -> bool:
         """Wait until a batch is shipped. Returns False when there will be none."""
         started_at = time.monotonic()
-        shipped, finished = shipped_path(self.run_dir, step), finished_path(self.run_dir)
         looks = 0
-        while not (is_shipped := shipped.exists()):
-            if finished.exists() and step >= _num_steps(finished):
-                # Shipped first, finished after: only now is a missing marker final.
-                is_shipped = shipped.exists()
-                break
+        while (is_shipped := look_for(self.run_dir, step)) is None:
             if looks % 100 == 0 and self._parent_pid is not None:
                 _require_alive(self._parent_pid)
             looks += 1
@@ -216,6 +211,18 @@ class TrainerClient:
         self.idle_seconds = time.monotonic() - started_at
         self.idle_seconds_total += self.idle_seconds
         return is_shipped
+
+
+def look_for(run_dir: Path, step: int) -> bool | None:
+    """Whether a batch has been shipped; False: it never will be; None: not yet. Raises TrainerError
+    when what the run says of its end cannot be read."""
+    shipped, finished = shipped_path(run_dir, step), finished_path(run_dir)
+    if shipped.exists():
+        return True
+    if finished.exists() and step >= _num_steps(finished):
+        # Shipped first, finished after: only now is a missing marker final.
+        return shipped.exists()
+    return None
 
 
 def _read_config(path: Path) -> Config:

@@ -17,7 +17,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,6 +109,31 @@ def publish(
     Raises:
         WeightsError: nothing was published; the message says why.
     """
+    return publish_folder(
+        directory,
+        version,
+        lambda folder: write_model(folder, weights, source=source),
+        stats=stats,
+        contract=contract,
+        keep_last=keep_last,
+        canary=canary,
+    )
+
+
+def publish_folder(
+    directory: Path,
+    version: int,
+    fill: Callable[[Path], None],
+    *,
+    stats: Mapping[str, float] | None = None,
+    contract: str | None = None,
+    keep_last: int = 4,
+    canary: Canary | None = None,
+) -> PublishedWeights:
+    """`publish` for weights that are no torch tensors here: `fill` writes `config.json`,
+    `model.safetensors` and what else engines need into the folder that it is given, and flushes
+    them. Needs no torch. Raises WeightsError, and whatever else `fill` raises.
+    """
     started_at = time.monotonic()
     if version < 1 or keep_last < 1:
         raise WeightsError(f"version {version} and keep_last {keep_last} must be at least 1")
@@ -118,7 +143,7 @@ def publish(
             shutil.rmtree(leftover, ignore_errors=True)
         path = directory / version_name(version)
         with atomic_folder(path) as temporary:
-            write_model(temporary, weights, source=source)
+            fill(temporary)
             if canary is not None:
                 _write(temporary / CANARY, canary.to_json())
             manifest = _describe(temporary, version, dict(stats or {}), started_at)
@@ -355,7 +380,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _prune(directory: Path, keep_last: int, newest: int) -> None:
-    """Delete all but the newest versions; the one just published always stays."""
-    found = [one for one in published_versions(directory) if one[0] != newest]
+    """Delete all but the newest versions up to the one just published. What lies above is not this
+    trainer's: it must not push out a version that engines may be loading."""
+    found = [one for one in published_versions(directory) if one[0] < newest]
     for _, folder in sorted(found, reverse=True)[keep_last - 1 :]:
         remove_folder(folder)

@@ -1,0 +1,108 @@
+"""Many seeds over all cores."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+from headway.collector import tame_collector
+from headway.sim.faults.draw import draw
+from headway.sim.faults.run import Report, run_schedule
+from headway.sim.faults.schedule import Schedule
+
+_CHUNK = 20
+"""Seeds that a process runs before it reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is broken, where it is not drawn: sections of a configuration, and how long such a run
+    takes undisturbed, in virtual seconds."""
+
+    config: Mapping[str, Any]
+    seconds: float
+
+    @classmethod
+    def measured(cls, config: Mapping[str, Any]) -> "Workload":
+        """Run it once without faults to see how long it takes."""
+        report = run_schedule(Schedule(seed=0, config=config))
+        return cls(config=config, seconds=sum(life.seconds for life in report.lives))
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of many seeds."""
+
+    num_seeds: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    """Of their lives, by exit reason, `killed` or `refused`."""
+    fired: Counter[str] = field(default_factory=Counter)
+    """Faults that had an effect, by kind."""
+    failed: list[int] = field(default_factory=list)
+    """Seeds in which something did not hold."""
+
+    def add(self, report: Report) -> None:
+        """Count one run."""
+        self.num_seeds += 1
+        for life in report.lives:
+            self.ends[life.how.partition(":")[0]] += 1
+            self.fired.update(str(fault.kind) for fault in life.fired)
+        if not report.has_passed:
+            self.failed.append(report.schedule.seed)
+
+    def merge(self, other: "Tally") -> None:
+        """Count what another process has counted."""
+        self.num_seeds += other.num_seeds
+        self.ends.update(other.ends)
+        self.fired.update(other.fired)
+        self.failed += other.failed
+
+
+def schedule_of(seed: int, workload: Workload | None) -> Schedule:
+    """The schedule of a seed, on a drawn run or on the one that is stated."""
+    if workload is None:
+        return draw(seed)
+    return draw(seed, workload.config, workload.seconds)
+
+
+def run_seeds(
+    seeds: range,
+    *,
+    workload: Workload | None = None,
+    jobs: int = 0,
+    progress: Callable[[Tally], None] = lambda _: None,
+) -> Tally:
+    """Run many seeds.
+
+    Args:
+        workload: instead of drawn runs.
+        jobs: processes; 0: one per CPU core.
+        progress: is told the counts so far, now and then.
+    """
+    tally = Tally()
+    chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
+    with ProcessPoolExecutor(
+        min(jobs or os.cpu_count() or 1, len(chunks)),
+        mp_context=get_context("spawn"),
+        initializer=tame_collector,
+    ) as pool:
+        running = [pool.submit(_run_chunk, chunk, workload) for chunk in chunks]
+        try:
+            for done in as_completed(running):
+                tally.merge(done.result())
+                progress(tally)
+        except BaseException:  # Ctrl-C, too: what has not begun never will; re-raised
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    tally.failed.sort()
+    return tally
+
+
+def _run_chunk(seeds: Sequence[int], workload: Workload | None) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        tally.add(run_schedule(schedule_of(seed, workload)))
+    return tally
