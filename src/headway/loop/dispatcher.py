@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from headway.core.gate import CapacityGate
 from headway.core.ledger import Admission, Ledger, SampleState
 from headway.core.records import RunState
@@ -39,8 +41,7 @@ BURST = 256
 """Samples started before other tasks get a turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedSample:
+class FinishedSample(msgspec.Struct, frozen=True, kw_only=True):
     """A sample that ended: with a group, or with the error that used up its retries."""
 
     request: SampleRequest
