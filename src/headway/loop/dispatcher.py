@@ -220,7 +220,10 @@ class Dispatcher:
     async def run_feed(self) -> None:
         """Keep the input queue filled from the task source until the source ends."""
         while True:
-            await self._waits.until("feed", "room in the input queue", self._room, self._has_room)
+            if not self._has_room():
+                await self._waits.until(
+                    "feed", "room in the input queue", self._room, self._has_room
+                )
             task = await self._source.next_task()
             if task is None:
                 self._source_ended = True
@@ -337,7 +340,10 @@ class Dispatcher:
         except (EngineError, EnvironmentFailure) as failure:
             error = failure
         finished = FinishedSample(request=request, group=group, error=error)
-        await self._outputs.put(finished)
+        if self._outputs.full():
+            await self._outputs.put(finished)
+        else:
+            self._outputs.put_nowait(finished)
         if request.is_eval:
             self._num_eval_running -= 1
             self.pump()

@@ -273,9 +273,7 @@ def rollout_of(row: Sequence[Any]) -> tuple[Rollout, float]:
         reward=row[3],
         num_turns=row[5],
         finish_reason=FinishReason(row[6]),
-        timings=Timings(
-            **dict(zip(Timings.__struct_fields__, json.loads(row[10]), strict=True))
-        ),
+        timings=Timings(**dict(zip(Timings.__struct_fields__, json.loads(row[10]), strict=True))),
         source=Source(row[7]),
         metrics=json.loads(row[11]),
         num_trimmed=row[8],
