@@ -26,6 +26,7 @@ CORE_MAY_USE = {
     "enum",
     "itertools",
     "math",
+    "msgspec",
     "numpy",
     "typing",
     "headway.core",

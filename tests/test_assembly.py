@@ -1,7 +1,6 @@
 """Properties of the pure functions that put a batch together, trim it, and say what they promise;
 and how policies are chosen by name."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -253,7 +253,7 @@ def test_trimming_knows_gaps_in_the_mask() -> None:
     turns = rollout(versions=[0, 1, 1, 2], prompt_tokens=1)
     mask = np.array([False, True, True, False, True])
     runs = VersionRuns.from_versions([0, 1, 2])
-    one = dataclasses.replace(turns, loss_mask=mask, version_runs=runs)
+    one = msgspec.structs.replace(turns, loss_mask=mask, version_runs=runs)
     after = trimmed(one, 1)
     assert after.loss_mask.tolist() == [False, False, True, False, True]
     assert after.version_runs.runs == ((1, 1), (2, 1))

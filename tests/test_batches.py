@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -84,6 +85,8 @@ def plain(value: Any) -> Any:
         return value.dtype.str, value.shape, value.tobytes()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value), [plain(getattr(value, f.name)) for f in dataclasses.fields(value)]
+    if isinstance(value, msgspec.Struct):
+        return type(value), [plain(getattr(value, name)) for name in value.__struct_fields__]
     if isinstance(value, tuple):
         return tuple(plain(item) for item in value)
     if isinstance(value, float):
@@ -174,13 +177,13 @@ def test_a_parquet_file_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     batch = example()
     first = batch.groups[0]
-    task = dataclasses.replace(first.group.task, data={"x": {1, 2}})
-    group = dataclasses.replace(first.group, task=task)
-    odd = dataclasses.replace(batch, groups=(dataclasses.replace(first, group=group),))
+    task = msgspec.structs.replace(first.group.task, data={"x": {1, 2}})
+    group = msgspec.structs.replace(first.group, task=task)
+    odd = msgspec.structs.replace(batch, groups=(msgspec.structs.replace(first, group=group),))
     with pytest.raises(StoreError, match="not JSON"):
         write_batch(tmp_path / "a.parquet", odd)
     with pytest.raises(StoreError, match="twice"):
-        write_batch(tmp_path / "a.parquet", dataclasses.replace(batch, groups=(first, first)))
+        write_batch(tmp_path / "a.parquet", msgspec.structs.replace(batch, groups=(first, first)))
     with pytest.raises(StoreError, match="no group"):
         write_batch(tmp_path / "a.parquet", Batch(step=0, groups=()))
     with pytest.raises(StoreError, match="check that the folder exists"):

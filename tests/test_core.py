@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -39,7 +40,7 @@ def test_impossible_version_runs_are_refused(runs: tuple[tuple[int, int], ...]) 
 
 def test_a_rollout_whose_runs_miss_a_token_is_refused() -> None:
     whole = rollout(versions=(1, 1, 2))
-    fields = {name: getattr(whole, name) for name in whole.__slots__}
+    fields = msgspec.structs.asdict(whole)
     with pytest.raises(ValueError, match="3 tokens in the loss mask"):
         type(whole)(**{**fields, "version_runs": VersionRuns(((1, 2),))})
     with pytest.raises(ValueError, match="equally long"):

@@ -1,11 +1,11 @@
 """The ledger's file: any prefix of the records is a run, however they are grouped; bit for bit."""
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -73,7 +73,7 @@ def test_every_prefix_is_a_run_that_adds_up(records: list[Record], tmp_path: Pat
 def test_a_group_comes_back_bit_for_bit(tmp_path: Path) -> None:
     versions: list[Sequence[int]] = [(0, 0, 1), (), (5, 4, 4, 5)]
     rollouts = tuple(
-        dataclasses.replace(
+        msgspec.structs.replace(
             rollout(7, episode, versions=one, reward=0.1 + episode, prompt_tokens=episode),
             metrics={"solved": 0.1 * episode},
         )
@@ -96,15 +96,15 @@ def test_a_group_comes_back_bit_for_bit(tmp_path: Path) -> None:
         for name in ("token_ids", "loss_mask", "logprobs"):
             before, after = getattr(one, name), getattr(again, name)
             assert before.dtype == after.dtype and before.tobytes() == after.tobytes()
-        for field in dataclasses.fields(one):
-            if field.name not in ("token_ids", "loss_mask", "logprobs"):
-                assert getattr(one, field.name) == getattr(again, field.name)
+        for name in one.__struct_fields__:
+            if name not in ("token_ids", "loss_mask", "logprobs"):
+                assert getattr(one, name) == getattr(again, name)
 
 
 def test_a_failed_transaction_writes_nothing_and_nothing_follows_it(tmp_path: Path) -> None:
     database = RunDatabase(tmp_path / "ledger.db")
     good = Admitted(group_id=GroupId(0), task=_task({}), version=0)
-    bad = dataclasses.replace(good, group_id=GroupId(1), task=_task({"what": object()}))
+    bad = msgspec.structs.replace(good, group_id=GroupId(1), task=_task({"what": object()}))
 
     async def main() -> None:
         async def apply(records: Sequence[Record]) -> None:
@@ -113,7 +113,7 @@ def test_a_failed_transaction_writes_nothing_and_nothing_follows_it(tmp_path: Pa
         journal = GroupedJournal(apply)
         journal.record(good)
         await journal.flush()
-        journal.record(dataclasses.replace(good, group_id=GroupId(2)))
+        journal.record(msgspec.structs.replace(good, group_id=GroupId(2)))
         journal.record(bad)
         for _ in range(2):
             with pytest.raises(StoreError, match="can be resumed"):

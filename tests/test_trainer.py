@@ -1,7 +1,6 @@
 """The update step, the hand-off, and the reference trainer as a real process."""
 
 import asyncio
-import dataclasses
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -184,22 +184,22 @@ def untrainable(batch: Batch, keep: int) -> Batch:
         rollouts = tuple(
             rollout
             if index < keep
-            else dataclasses.replace(
+            else msgspec.structs.replace(
                 rollout,
                 loss_mask=np.zeros_like(rollout.loss_mask),
                 version_runs=VersionRuns(),
             )
             for rollout in trainable.group.rollouts
         )
-        group = dataclasses.replace(trainable.group, rollouts=rollouts)
-        groups.append(dataclasses.replace(trainable, group=group))
-    return dataclasses.replace(batch, groups=tuple(groups))
+        group = msgspec.structs.replace(trainable.group, rollouts=rollouts)
+        groups.append(msgspec.structs.replace(trainable, group=group))
+    return msgspec.structs.replace(batch, groups=tuple(groups))
 
 
 def test_rollouts_without_trainable_tokens_contribute_nothing() -> None:
     batch = make_batch()
     some = untrainable(batch, keep=2)
-    only = dataclasses.replace(batch, groups=batch.groups[:2])
+    only = msgspec.structs.replace(batch, groups=batch.groups[:2])
     left, right = make_model(), make_model()
     PolicyUpdater(left, ActorConfig()).update(some)
     PolicyUpdater(right, ActorConfig()).update(only)
@@ -212,10 +212,10 @@ def test_rollouts_without_trainable_tokens_contribute_nothing() -> None:
 
 def with_first_rollout(batch: Batch, **changes: Any) -> Batch:
     first = batch.groups[0]
-    rollout = dataclasses.replace(first.group.rollouts[0], **changes)
-    group = dataclasses.replace(first.group, rollouts=(rollout, *first.group.rollouts[1:]))
-    return dataclasses.replace(
-        batch, groups=(dataclasses.replace(first, group=group), *batch.groups[1:])
+    rollout = msgspec.structs.replace(first.group.rollouts[0], **changes)
+    group = msgspec.structs.replace(first.group, rollouts=(rollout, *first.group.rollouts[1:]))
+    return msgspec.structs.replace(
+        batch, groups=(msgspec.structs.replace(first, group=group), *batch.groups[1:])
     )
 
 
@@ -445,7 +445,7 @@ def test_sigterm_ends_it_with_nothing_half_written(tmp_path: Path, when: str) ->
     steps = 1 if when == "waiting" else 200
     batch = make_batch(0)
     for step in range(steps):
-        hand_over(run_dir, dataclasses.replace(batch, step=step))
+        hand_over(run_dir, msgspec.structs.replace(batch, step=step))
     process = start_trainer(run_dir, source)
     first = run_dir / "checkpoints" / "step-000001"
     wait_until(first.exists, process)
@@ -465,7 +465,7 @@ def test_a_killed_trainer_leaves_nothing_half_written(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", checkpoint_every=1)
     batch = make_batch(0)
     for step in range(200):
-        hand_over(run_dir, dataclasses.replace(batch, step=step))
+        hand_over(run_dir, msgspec.structs.replace(batch, step=step))
     process = start_trainer(run_dir, source)
     wait_until((run_dir / "weights" / version_name(5)).exists, process)
     process.kill()

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from headway.core.records import Record
 from headway.core.rollout import Batch, Completion, Task, TrainableGroup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One engine call: token ids in, token ids out.
 
     `request_id` is unique within the run and of fixed form, since some engines abort by prefix.
@@ -117,12 +118,11 @@ class Transcript(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class Score(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment says of one finished rollout; `metrics` are averaged per batch."""
 
     reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
 class Environment(Protocol):

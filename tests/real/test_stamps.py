@@ -1,9 +1,9 @@
 """Every token's log-probability is that of the version that it is stamped with, on real servers."""
 
 import asyncio
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -138,7 +138,7 @@ def test_log_probabilities_are_those_of_what_was_sampled_from(servers: Servers) 
 
     async def scenario() -> tuple[GenerateRequest, Completion]:
         engines = await clients(servers, UpdateMode.KEEP, True)
-        one = dataclasses.replace(request(servers, 50), temperature=0.5)
+        one = msgspec.structs.replace(request(servers, 50), temperature=0.5)
         completion = await engines[0].generate(one)
         await close(engines)
         return one, completion

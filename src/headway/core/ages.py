@@ -18,10 +18,6 @@ class AgeHistogram:
 
     counts: Counter[int] = field(default_factory=Counter)
 
-    def add(self, age: int, count: int = 1) -> None:
-        """`count` more of this age, in versions."""
-        self.counts[age] += count
-
     @property
     def total(self) -> int:
         """Number of entries."""
@@ -60,12 +56,13 @@ class Ages:
     def of_batch(cls, step: int, rollouts: Iterable[Rollout]) -> "Ages":
         """Ages of these rollouts when trained in batch `step`."""
         ages = cls()
+        tokens, heads = ages.tokens.counts, ages.heads.counts
         for rollout in rollouts:
             if rollout.source is not Source.LIVE or not rollout.version_runs:
                 continue
-            for version, count in rollout.version_runs:
-                ages.tokens.add(step - version, count)
-            ages.heads.add(step - rollout.version_runs.head)
+            for version, count in rollout.version_runs.runs:
+                tokens[step - version] += count
+            heads[step - rollout.version_runs.head] += 1
         return ages
 
     def merge(self, other: "Ages") -> None:

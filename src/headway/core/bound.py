@@ -3,11 +3,11 @@
 `docs/bounds.md` has the proofs; `Bound.guaranteed_age` is asserted on every batch of every run.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
 import numpy as np
 
 from headway.core.order import Order
@@ -189,7 +189,7 @@ def trimmed(rollout: Rollout, oldest_version: int) -> Rollout:
             logprobs[old] = 0
         start += count
     young = VersionRuns.of(run for run in runs if run[0] >= oldest_version)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         rollout,
         loss_mask=loss_mask,
         logprobs=logprobs,

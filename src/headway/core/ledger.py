@@ -86,6 +86,8 @@ ARROWS: Mapping[SampleState, frozenset[SampleState]] = {
 
 LOST = frozenset({SampleState.REJECTED, SampleState.FAILED, SampleState.DROPPED})
 
+UNBATCHED_NO_MORE = LOST | {SampleState.BATCHED, SampleState.INTERRUPTED}
+
 
 class Ledger:
     """Counts samples by state and reason, and refuses every move that is not an arrow.
@@ -184,7 +186,7 @@ class Ledger:
                 raise InvariantError(f"sample {group_id} became {to} without a reason")
             self.reasons[to][reason] += 1
             self.num_lost += 1
-        if to in LOST or to in (SampleState.BATCHED, SampleState.INTERRUPTED):
+        if to in UNBATCHED_NO_MORE:
             del self.unbatched[group_id]
         if ARROWS[to]:
             self._states[group_id] = to

@@ -106,6 +106,7 @@ class JustInTime:
         self._batch_size = batch_size
         self._ceiling = ceiling
         self._state = state if state and state.needs else PacingState(needs=(self._opening(),))
+        self._limit = self._of(self._state)
 
     def _opening(self) -> int:
         low, high = (batches * self._batch_size for batches in _OPENING)
@@ -118,7 +119,10 @@ class JustInTime:
 
     def limit(self) -> int:
         """How many samples may be unbatched now: at least `B`, at most the ceiling."""
-        need = max(self._state.needs)
+        return self._limit
+
+    def _of(self, state: PacingState) -> int:
+        need = max(state.needs)
         if self._ceiling is not None:
             need = min(need, self._ceiling)
         return max(need, self._batch_size)
@@ -133,3 +137,4 @@ class JustInTime:
         shortage = self._batch_size - seen.num_ready
         need = seen.num_unbatched + (_SHORTAGE_GAIN * shortage if shortage > 0 else shortage)
         self._state = PacingState(needs=(*self._state.needs, need)[-_MEMORY:])
+        self._limit = self._of(self._state)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headway.core.gate import GateState
 from headway.core.ledger import Admission, Ledger, SampleState
 from headway.core.pacing import PacingState
@@ -16,8 +18,7 @@ from headway.core.rollout import GroupId, Task, TrainableGroup
 from headway.errors import InvariantError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardTotals:
+class RewardTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Over all rollouts judged so far: what the baseline `mean` compares with."""
 
     total: float = 0.0
@@ -29,8 +30,7 @@ class RewardTotals:
         return self.total / self.count if self.count else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
+class Admitted(msgspec.Struct, frozen=True, kw_only=True):
     """A sample is running; again, if it was before."""
 
     group_id: GroupId
@@ -38,16 +38,14 @@ class Admitted:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     """A sample finished and waits for a batch. `advantages` and all rollouts are in `trainable`."""
 
     trainable: TrainableGroup
     rewards: RewardTotals
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True, kw_only=True):
     """A sample reached `rejected`, `failed` or `dropped`. `rewards` is None for one that was not
     judged just now; `is_requeued`: its prompt runs again, under a new number."""
 
@@ -58,8 +56,7 @@ class Lost:
     is_requeued: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batched:
+class Batched(msgspec.Struct, frozen=True, kw_only=True):
     """A batch is on disk, and these samples are it."""
 
     step: int
@@ -67,15 +64,13 @@ class Batched:
     pacing: PacingState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class Served(msgspec.Struct, frozen=True, kw_only=True):
     """The engines serve this version: all batches below it are trained."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation of one environment, as its metric row has it."""
 
     result: Mapping[str, Any]
@@ -113,7 +108,7 @@ class RunState:
     """Of the task source: the first prompt that was never issued."""
     overtaking: tuple[GroupId, ...] = ()
     """Samples in batches that were admitted after one that is in none."""
-    rewards: RewardTotals = RewardTotals()
+    rewards: RewardTotals = field(default_factory=RewardTotals)
     pacing: PacingState = field(default_factory=PacingState)
     evals: tuple[Mapping[str, Any], ...] = ()
     """Results so far, as their metric rows have them."""

@@ -1,13 +1,15 @@
 """What generation makes: completions, rollouts, and the groups that share a baseline.
 
-Tokens live in numpy arrays (Python lists of ints cost 32 B a token); versions live as runs.
+Tokens live in numpy arrays (Python lists of ints cost 32 B a token); versions live as runs. What is
+made for every rollout is a `msgspec.Struct`: a frozen dataclass costs 0.2 us a field to make, which
+was a tenth of the whole control loop. Copy with `msgspec.structs.replace`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,8 +36,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a task source: everything that an environment needs to run it.
 
     `position` is where the source was when it made this task, so that `restore(position)` makes it
@@ -48,8 +49,7 @@ class Task:
     data: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine call sampled.
 
     `token_ids` int32 `(T,)`; `logprobs` float32 `(T,)`, natural log, of the distribution that was
@@ -62,8 +62,7 @@ class Completion:
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of one rollout went; instants `_at` are in loop time, seconds."""
 
     started_at: float
@@ -73,8 +72,7 @@ class Timings:
     reward_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """One whole trajectory: prompt, model turns, environment replies, and its reward.
 
     Shapes: `token_ids` int32 `(T,)`; `loss_mask` bool `(T,)`, true where the model sampled;
@@ -98,7 +96,7 @@ class Rollout:
     finish_reason: FinishReason
     timings: Timings
     source: Source = Source.LIVE
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
     num_trimmed: int = 0
     """Sampled tokens that were taken out of the loss mask for their age."""
 
@@ -132,8 +130,7 @@ class Rollout:
         return self.version_runs.num_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The rollouts of one prompt: the sample that the gate counts, sharing one baseline."""
 
     group_id: GroupId
@@ -146,16 +143,14 @@ class Group:
         return np.array([rollout.reward for rollout in self.rollouts])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainableGroup:
+class TrainableGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group that passed the filters, with one advantage per rollout, shape `(group_size,)`."""
 
     group: Group
     advantages: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """What one policy update is computed from. Batch `step` is trained at version `step`."""
 
     step: int

@@ -19,6 +19,8 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from headway.core.rollout import Completion
 from headway.engines.canary import EngineCanary
 from headway.engines.capabilities import Capabilities
@@ -183,7 +185,7 @@ class EnginePool:
             member = await self._choose(request.request_id, failed)
             attempt = request
             if failed:  # the one that broke it off may still hold the same name
-                attempt = dataclasses.replace(
+                attempt = msgspec.structs.replace(
                     request, request_id=f"{request.request_id}-r{len(failed):02d}"
                 )
             try:

@@ -1,7 +1,8 @@
 """Several task sources as one, by weight, with one position that restores all of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from headway.core.rollout import Task
 from headway.errors import ConfigError
@@ -48,7 +49,7 @@ class MixedTasks:
             )
         position = self._position
         self._count(name)
-        return replace(task, position=position)
+        return msgspec.structs.replace(task, position=position)
 
     def restore(self, position: int) -> None:
         """Make `position` the next one. Counts up to it, well under a second per million."""

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from headway.core.gate import CapacityGate
 from headway.core.ledger import Admission, Ledger, SampleState
 from headway.core.records import RunState
@@ -39,8 +41,7 @@ BURST = 256
 """Samples started before other tasks get a turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedSample:
+class FinishedSample(msgspec.Struct, frozen=True, kw_only=True):
     """A sample that ended: with a group, or with the error that used up its retries."""
 
     request: SampleRequest
@@ -228,7 +229,10 @@ class Dispatcher:
     async def run_feed(self) -> None:
         """Keep the input queue filled from the task source until the source ends."""
         while True:
-            await self._waits.until("feed", "room in the input queue", self._room, self._has_room)
+            if not self._has_room():
+                await self._waits.until(
+                    "feed", "room in the input queue", self._room, self._has_room
+                )
             task = await self._source.next_task()
             if task is None:
                 self._source_ended = True
@@ -349,7 +353,10 @@ class Dispatcher:
             # cancellation for an error must not wait for room that nobody makes any more.
             return
         finished = FinishedSample(request=request, group=group, error=error)
-        await self._outputs.put(finished)
+        if self._outputs.full():
+            await self._outputs.put(finished)
+        else:
+            self._outputs.put_nowait(finished)
         if request.is_eval:
             self._num_eval_running -= 1
             self.pump()

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import islice
+
+import msgspec
 
 from headway.core.rollout import Group, GroupId, Rollout, Task
 from headway.errors import EngineError, EnvironmentFailure
@@ -15,8 +16,7 @@ RETRY_SECONDS = 0.2
 """Pause before the first retry after an engine failed; it doubles with every further one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRequest:
+class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sample to run: `group_size` rollouts of one task."""
 
     group_id: GroupId

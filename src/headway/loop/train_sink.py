@@ -172,8 +172,8 @@ def _candidate(group: Group, admitted_version: int) -> Candidate:
         group_id=group.group_id,
         env=group.task.env,
         admitted_version=admitted_version,
-        head=min((one.head for one in runs), default=None),
-        tail=max((one.tail for one in runs), default=None),
+        head=min([one.head for one in runs], default=None),
+        tail=max([one.tail for one in runs], default=None),
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,9 @@ from headway.errors import EngineError, EnvironmentFailure, UnusableAnswer
 from headway.ports import GenerateRequest, Score
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
+
+_NUMBERS = (float, int, np.number)
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RecordedTranscript:
@@ -48,10 +52,11 @@ class RecordedTranscript:
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._tokens: list[int] = []
-        self._newest: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._newest: NDArray[np.int32] = _NO_TOKENS
         """Sampled tokens that `_tokens` lacks so far: the last turn's never need to be a list."""
         self._turns: list[tuple[int, Completion]] = []
-        self._started_at = asyncio.get_running_loop().time()
+        self._now = asyncio.get_running_loop().time
+        self._started_at = self._now()
         self.generation_seconds = 0.0
         self.waits_for_engine = False
         """Whether it is inside an engine call: who is to blame when its deadline passes."""
@@ -75,7 +80,7 @@ class RecordedTranscript:
     def _take_newest(self) -> None:
         if len(self._newest):
             self._tokens.extend(self._newest.tolist())
-            self._newest = self._newest[:0]
+            self._newest = _NO_TOKENS
 
     async def act(self, *, max_tokens: int | None = None) -> Completion:
         """Sample one turn after everything so far. Raises EngineError, EnvironmentFailure."""
@@ -95,8 +100,7 @@ class RecordedTranscript:
             max_tokens=limit,
             temperature=self._temperature,
         )
-        loop = asyncio.get_running_loop()
-        asked_at = loop.time()
+        asked_at = self._now()
         self.waits_for_engine = True
         try:
             completion = await self._generate(request)
@@ -105,7 +109,7 @@ class RecordedTranscript:
             self.engine_error = error
             raise
         finally:
-            self.generation_seconds += loop.time() - asked_at
+            self.generation_seconds += self._now() - asked_at
         self.waits_for_engine = False
         self.engine_error = None
         self._turns.append((len(self._tokens), completion))
@@ -128,30 +132,32 @@ class RecordedTranscript:
                 stage="reward",
             )
         reward = score.reward
-        if not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
+        if not isinstance(reward, _NUMBERS) or not math.isfinite(reward):
             raise EnvironmentFailure(
                 f"environment {self._task.env!r} gave reward {reward!r} for task "
                 f"{self._task.key!r}: a finite number is needed",
                 stage="reward",
             )
         for name, value in score.metrics.items():
-            if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+            if not isinstance(value, _NUMBERS) or not math.isfinite(value):
                 raise EnvironmentFailure(
                     f"environment {self._task.env!r} gave metric {name} = {value!r} for task "
                     f"{self._task.key!r}: a finite number is needed",
                     stage="reward",
                 )
-        token_ids = np.concatenate([np.array(self._tokens, np.int32), self._newest])
-        num_tokens = len(token_ids)
+        num_known = len(self._tokens)
+        num_tokens = num_known + len(self._newest)
+        token_ids = np.empty(num_tokens, np.int32)
+        token_ids[:num_known] = self._tokens
+        token_ids[num_known:] = self._newest
         loss_mask = np.zeros(num_tokens, np.bool_)
         logprobs = np.zeros(num_tokens, np.float32)
-        runs: list[tuple[int, int]] = []
         for start, completion in self._turns:
             end = start + len(completion.token_ids)
             loss_mask[start:end] = True
             logprobs[start:end] = completion.logprobs
-            runs.extend(completion.version_runs)
-        now = asyncio.get_running_loop().time()
+        runs = [completion.version_runs for _, completion in self._turns]
+        now = self._now()
         total = now - self._started_at
         return Rollout(
             group_id=group_id,
@@ -160,7 +166,7 @@ class RecordedTranscript:
             token_ids=token_ids,
             loss_mask=loss_mask,
             logprobs=logprobs,
-            version_runs=VersionRuns.of(runs),
+            version_runs=runs[0] if len(runs) == 1 else VersionRuns.of(chain.from_iterable(runs)),
             reward=float(reward),
             num_turns=len(self._turns),
             finish_reason=FinishReason(self._turns[-1][1].finish_reason),

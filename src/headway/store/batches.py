@@ -40,7 +40,7 @@ FORMAT = "1"
 
 _METADATA_PREFIX = "headway."
 _VERSION_RUN = pa.struct([("version", pa.int32()), ("count", pa.int32())])
-_TIMINGS = pa.struct([(name, pa.float64()) for name in Timings.__dataclass_fields__])
+_TIMINGS = pa.struct([(name, pa.float64()) for name in Timings.__struct_fields__])
 
 COLUMNS = pa.schema(
     [

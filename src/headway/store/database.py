@@ -248,7 +248,7 @@ def _row(rollout: Rollout, advantage: float) -> tuple[Any, ...]:
         rollout.source.value,
         rollout.num_trimmed,
         to_json(rollout.version_runs.runs),
-        to_json([getattr(timings, name) for name in Timings.__dataclass_fields__]),
+        to_json([getattr(timings, name) for name in Timings.__struct_fields__]),
         to_json(dict(rollout.metrics)),
         np.ascontiguousarray(rollout.token_ids, "<i4").data,
         np.packbits(rollout.loss_mask).data,
@@ -273,9 +273,7 @@ def rollout_of(row: Sequence[Any]) -> tuple[Rollout, float]:
         reward=row[3],
         num_turns=row[5],
         finish_reason=FinishReason(row[6]),
-        timings=Timings(
-            **dict(zip(Timings.__dataclass_fields__, json.loads(row[10]), strict=True))
-        ),
+        timings=Timings(**dict(zip(Timings.__struct_fields__, json.loads(row[10]), strict=True))),
         source=Source(row[7]),
         metrics=json.loads(row[11]),
         num_trimmed=row[8],
