@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.control_loop import InstantEngine, config_for
-from headway.collector import tame_collector
+from headway.collector import share_interpreter, tame_collector
 from headway.core.rollout import Batch, Completion, FinishReason
 from headway.core.versions import VersionRuns
 from headway.loop.orchestrator import Orchestrator
@@ -103,6 +103,7 @@ async def _probe(late: list[float]) -> None:
 async def measure(kept: str, num_tokens: int, folder: Path) -> dict[str, Any]:
     """Time the rollouts after the first turn."""
     tame_collector()
+    share_interpreter()
     (folder / "batches").mkdir()
     database = RunDatabase(folder / "ledger.db")
     journal = GroupedJournal(lambda records: asyncio.to_thread(database.apply, records))

@@ -8,9 +8,11 @@ import pytest
 
 from durable import Life, batches_of, live
 from headway.config import Config, EvalConfig
+from headway.core.ages import Ages
 from headway.core.ledger import SampleState
 from headway.core.records import Lost, Record
 from headway.core.rollout import Batch
+from headway.loop.summary import summarize
 from headway.sim.disk import SimulatedDisk, full_disk
 from headway.store.batches import batch_path
 from headway.store.database import RunDatabase
@@ -74,7 +76,34 @@ def assert_sound(config: Config, folder: Path, last: Life) -> list[Batch]:
     on_disk = {"interrupted" if state == "running" else state: count for state, count in lives}
     assert on_disk == counts
     database.close()
+    assert_totals(last, batches)
     return batches
+
+
+def assert_totals(last: Life, batches: list[Batch]) -> None:
+    """What the summary counts is what the batches hold, whoever trained them."""
+    log, ages = last.orchestrator.log, Ages()
+    for batch in batches:
+        ages.merge(Ages.of_batch(batch.step, batch.rollouts))
+    assert log.num_trained == len(log.rewards) == len(batches)
+    assert log.num_tokens_trained == sum(batch.num_trainable for batch in batches)
+    assert log.num_tokens_trimmed == sum(batch.num_trimmed for batch in batches)
+    assert (log.ages.tokens.counts, log.ages.heads.counts) == (
+        ages.tokens.counts,
+        ages.heads.counts,
+    )
+    bias, ledger = last.orchestrator.train_sink.bias.summary(), last.orchestrator.ledger
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    group_size = len(batches[0].groups[0].group.rollouts)
+    assert bias["rollouts"] == {
+        "trained": sum(rollout.num_trainable > 0 for rollout in rollouts),
+        "emptied": sum(rollout.num_trainable == 0 for rollout in rollouts),
+        "dropped": group_size * ledger.reasons[SampleState.DROPPED]["over_bound"],
+        "rejected": group_size * ledger.counts[SampleState.REJECTED],
+    }
+    lengths = [one.num_trainable + one.num_trimmed for one in rollouts if one.num_trainable]
+    assert bias["tokens_mean"]["trained"] == pytest.approx(np.mean(lengths))
+    assert last.orchestrator.engine.num_tokens >= sum(lengths)
 
 
 def assert_goes_on_in_order(life: Life) -> None:
@@ -144,6 +173,53 @@ def test_a_long_run_resumed_twenty_times_ends_as_if_it_had_never_been_killed(
     assert_sound(config, folder, life)
     assert life.counts == whole.counts
     assert life.orchestrator.ledger.reasons == whole.orchestrator.ledger.reasons
+    first, second = (summary_of(config, one) for one in (whole, life))
+    for key in ("steps", "samples", "exit_reason"):
+        assert first[key] == second[key]
+    assert first["bias"]["rollouts"] == second["bias"]["rollouts"]
+    assert first["price"]["samples_dropped"] == second["price"]["samples_dropped"]
+    assert len(life.orchestrator.log.step_seconds) > 0.9 * steps
+
+
+def summary_of(config: Config, life: Life) -> dict[str, Any]:
+    assert life.outcome is not None
+    return summarize(
+        config, life.orchestrator, life.outcome, wall_seconds=0, loop_seconds=0, versions_of={}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "limit", "reason"),
+    [
+        (
+            {"simulate": {"faults": {"environment_failure_probability": 1.0}}},
+            SampleState.FAILED,
+            60,
+            "environment_failed",
+        ),
+        ({"simulate": {"reward_probability": 0.0}}, SampleState.REJECTED, 64, "empty_batches"),
+    ],
+)
+def test_the_guards_count_on_through_kills_and_start_anew_once_they_have_ended_a_run(
+    changes: dict[str, Any], state: SampleState, limit: int, reason: str, tmp_path: Path
+) -> None:
+    """Batches of 8 samples: eight of them with nothing to train on are 64 samples."""
+    stated = durable_config("recommended", 20, max_failed_samples=limit).model_dump(mode="json")
+    # Short rollouts: a long one would be cut off in every life.
+    stated["simulate"] |= {"rollout_seconds": {"kind": "uniform", "low": 0.5, "high": 1.5}}
+    stated["simulate"] |= changes["simulate"]
+    stated["run"]["max_empty_batches"] = limit // 8
+    config = Config.model_validate(stated)
+    rng, lives = np.random.default_rng(0), 0
+    for end in (1, 2):
+        life, version = None, 0 if lives else None
+        while life is None or life.outcome is None:
+            assert lives < 40
+            life = live(config, tmp_path, version=version, killed_at=rng.uniform(1.8, 3.5))
+            lives, version = lives + 1, 0
+        assert life.outcome.exit_reason == reason
+        assert life.counts[state] == end * limit
+    assert lives > 4
 
 
 MOMENTS = ("journal", "journal written", "batch", "batch written")

@@ -121,8 +121,12 @@ def test_sigterm_leaves_a_run_that_skips_no_prompt(tmp_path: Path) -> None:
     killed = Killed(tmp_path, steps=first["steps"] + 3)
     code, second, said = killed.start().end()
     assert code == 0, said
-    # The trainer saved what it had when it was told that there are no more batches.
-    assert second["steps"] == 3
+    # The summary is of the whole run, and the trainer saved what it had when it was told that there
+    # are no more batches: of the steps before, none was trained again.
+    assert second["steps"] == first["steps"] + 3
+    assert second["tokens"]["trained"] > first["tokens"]["trained"]
+    updates = (killed.dir / "trainer" / "metrics.jsonl").read_text().splitlines()
+    assert len(updates) == second["steps"]
     assert second["samples"]["trained"] == BATCH_SIZE * (first["steps"] + 3)
     database = RunDatabase(killed.dir / "ledger.db")
     positions = sorted(one for (one,) in database.rows("SELECT position FROM samples"))

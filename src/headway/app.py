@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headway import __version__
-from headway.collector import tame_collector
+from headway.collector import share_interpreter, tame_collector
 from headway.config import Config
 from headway.engines.launch import Fleet, start_engines
 from headway.envs.registry import Tasks, load_tasks
@@ -78,6 +78,7 @@ def _run(
     versions = versions_of(engine=config.engine.kind, trainer="headway reference")
     run_dir.write_versions(versions)
     tame_collector()
+    share_interpreter()
     kept = run_dir.open_trace() if config.store.trace else nullcontext()
     with run_dir.open_metrics() as rows, kept as trace:
         sink = FanOut(rows, view)

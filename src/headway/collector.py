@@ -1,6 +1,10 @@
-"""Python's cyclic garbage collector, set for a process with very many live objects."""
+"""Python's own settings for a process with very many live objects and threads that write."""
 
 import gc
+import sys
+
+SWITCH_SECONDS = 0.0005
+"""How long a thread may go on with Python code when another one wants to."""
 
 
 def tame_collector() -> None:
@@ -13,3 +17,9 @@ def tame_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+def share_interpreter() -> None:
+    """Let the event loop have the interpreter soon when it wakes up and a writing thread has it:
+    Python's default lets that thread go on for 5 ms each time."""
+    sys.setswitchinterval(SWITCH_SECONDS)

@@ -6,13 +6,15 @@ are said to be in the loss.
 """
 
 from array import array
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.rollout import Group
+from headway.core.totals import Length
+from headway.errors import InvariantError
 
 
 class Fate(IntEnum):
@@ -40,16 +42,28 @@ class Bias:
         self._names: dict[str, int] = {}
         self._last = 0
 
-    def add(self, group: Group, fate: Fate) -> None:
-        """Count the rollouts of a group; a trained one with an empty loss mask is `EMPTIED`."""
-        for rollout in group.rollouts:
-            in_loss = rollout.num_trainable if fate is Fate.TRAINED else 0
-            is_emptied = fate is Fate.TRAINED and not in_loss and rollout.num_trimmed
-            self._tokens.append(rollout.num_trainable + rollout.num_trimmed)
+    def add(self, env: str, fate: Fate, lengths: Iterable[Length]) -> None:
+        """Count the rollouts of a sample; a trained one with an empty loss mask is `EMPTIED`."""
+        number = self._names.setdefault(env, len(self._names))
+        for tokens, in_loss, turns in lengths:
+            is_emptied = fate is Fate.TRAINED and tokens and not in_loss
+            self._tokens.append(tokens)
             self._in_loss.append(in_loss)
-            self._turns.append(rollout.num_turns)
+            self._turns.append(turns)
             self._fates.append(Fate.EMPTIED if is_emptied else fate)
-            self._envs.append(self._names.setdefault(rollout.env, len(self._names)))
+            self._envs.append(number)
+
+    def restore(self, before: "Bias") -> None:
+        """Begin with what was counted before."""
+        if self._fates:
+            raise InvariantError(f"{len(self._fates)} rollouts were counted before the restore")
+        self._tokens.extend(before._tokens)
+        self._in_loss.extend(before._in_loss)
+        self._turns.extend(before._turns)
+        self._fates.extend(before._fates)
+        self._envs.extend(before._envs)
+        self._names.update(before._names)
+        self._last = len(self._fates)
 
     @property
     def longest_trained_share(self) -> float | None:

@@ -1,6 +1,7 @@
 """Guards: what ends a run that would otherwise spin for ever on a broken environment."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from headway.core.rollout import Group
 from headway.errors import EmptyBatchesError, HeadwayError
@@ -24,6 +25,14 @@ class EmptyBatchGuard:
     def num_empty(self) -> int:
         """Consecutive empty batches so far."""
         return self._reasons.total() // self._batch_size
+
+    def restore(self, rejected: Mapping[str, int]) -> None:
+        """Go on counting after a resume, without those that ended the run before."""
+        done = sum(rejected.values()) // (self._limit * self._batch_size)
+        done *= self._limit * self._batch_size
+        for reason, count in rejected.items():
+            self._reasons[reason] = max(count - done, 0)
+            done = max(done - count, 0)
 
     def accepted(self) -> None:
         """A sample was accepted: start again."""
@@ -57,6 +66,10 @@ class FailureGuard:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._count = 0
+
+    def restore(self, failed: int) -> None:
+        """Go on counting after a resume, without those that ended the run before."""
+        self._count = failed % self._limit
 
     def finished(self) -> None:
         """A sample finished: start again."""

@@ -11,10 +11,12 @@ from typing import Any
 
 import msgspec
 
+from headway.core.bias import Bias
 from headway.core.gate import GateState
 from headway.core.ledger import Admission, Ledger, SampleState
 from headway.core.pacing import PacingState
-from headway.core.rollout import GroupId, Task, TrainableGroup
+from headway.core.rollout import Batch, GroupId, Task, TrainableGroup
+from headway.core.totals import BatchTotals, InARow, Length, StepTotals, lengths_of
 from headway.errors import InvariantError
 
 
@@ -54,6 +56,8 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     rewards: RewardTotals | None = None
     is_requeued: bool = False
+    lengths: tuple[Length, ...] = ()
+    """Of its rollouts, if it finished."""
 
 
 class Batched(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +66,21 @@ class Batched(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     group_ids: tuple[GroupId, ...]
     pacing: PacingState
+    lengths: tuple[tuple[Length, ...], ...] = ()
+    """Of the rollouts of each sample."""
+    totals: BatchTotals | None = None
+
+
+def batched(batch: Batch, totals: BatchTotals, pacing: PacingState) -> Batched:
+    """The record of a batch."""
+    groups = [trainable.group for trainable in batch.groups]
+    return Batched(
+        step=batch.step,
+        group_ids=tuple(group.group_id for group in groups),
+        pacing=pacing,
+        lengths=tuple(lengths_of(group, is_trained=True) for group in groups),
+        totals=totals,
+    )
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +89,20 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch is trained and its version served."""
+
+    step: int
+    totals: StepTotals
+
+
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation of one environment, as its metric row has it."""
 
     result: Mapping[str, Any]
 
 
-Record = Admitted | Accepted | Lost | Batched | Served | Evaluated
+Record = Admitted | Accepted | Lost | Batched | Served | Trained | Evaluated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +138,13 @@ class RunState:
     pacing: PacingState = field(default_factory=PacingState)
     evals: tuple[Mapping[str, Any], ...] = ()
     """Results so far, as their metric rows have them."""
+    batches: Mapping[int, BatchTotals] = field(default_factory=dict)
+    """By step, of all that are on disk."""
+    steps: Mapping[int, StepTotals] = field(default_factory=dict)
+    """By step, of all that were trained by the last life, or one before."""
+    bias: Bias = field(default_factory=Bias)
+    """Every rollout whose fate is decided."""
+    in_a_row: InARow = field(default_factory=InARow)
 
     @property
     def num_lost(self) -> int:

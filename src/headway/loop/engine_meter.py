@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 from headway.core.rollout import Completion
+from headway.core.totals import StepTotals
 from headway.ports import Engine, EngineStatistics, GenerateRequest, PublishedWeights
 
 
@@ -16,7 +17,17 @@ class EngineMeter:
         """Tokens sampled, whatever became of them."""
         self._num_in_flight = 0
         self._idle_seconds = 0.0
-        self._created_at = self._idle_since = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._created_at = self._idle_since = self._loop.time()
+        self._seconds_before = 0.0
+
+    def restore(self, steps: Mapping[int, StepTotals]) -> None:
+        """Go on counting after a resume, from the last step that was recorded."""
+        if steps:
+            last = steps[max(steps)]
+            self.num_tokens = last.tokens_generated
+            self._idle_seconds = last.engine_idle_seconds
+            self._seconds_before = last.engine_seconds
 
     @property
     def name(self) -> str:
@@ -26,24 +37,33 @@ class EngineMeter:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Pass on and count."""
         if self._num_in_flight == 0:
-            self._idle_seconds += asyncio.get_running_loop().time() - self._idle_since
+            self._idle_seconds += self._loop.time() - self._idle_since
         self._num_in_flight += 1
         try:
             completion = await self._engine.generate(request)
         finally:
             self._num_in_flight -= 1
             if self._num_in_flight == 0:
-                self._idle_since = asyncio.get_running_loop().time()
+                self._idle_since = self._loop.time()
         self.num_tokens += len(completion.token_ids)
         return completion
 
     @property
+    def seconds(self) -> float:
+        """In which engines could have been busy, so far."""
+        return self._seconds_before + self._loop.time() - self._created_at
+
+    @property
+    def idle_seconds(self) -> float:
+        """Of these, without any request in flight."""
+        if self._num_in_flight:
+            return self._idle_seconds
+        return self._idle_seconds + self._loop.time() - self._idle_since
+
+    @property
     def idle_share(self) -> float | None:
-        """Share of the time since creation without any request in flight."""
-        now = asyncio.get_running_loop().time()
-        total = now - self._created_at
-        idle = self._idle_seconds + (0.0 if self._num_in_flight else now - self._idle_since)
-        return idle / total if total > 0 else None
+        """Share of the time without any request in flight."""
+        return self.idle_seconds / self.seconds if self.seconds > 0 else None
 
     async def update_weights(self, weights: PublishedWeights) -> None:
         """Pass on."""

@@ -1,7 +1,7 @@
 """The metrics loop: one row on a fixed interval, independent of the training path."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -53,7 +53,9 @@ class IntervalRow:
         policy: PolicyHandle,
         log: StepLog,
         waits: WaitBoard,
+        now: Callable[[], float],
     ) -> None:
+        self._now = now
         self._dispatcher = dispatcher
         self._train_sink = train_sink
         self._ship_gate = ship_gate
@@ -63,7 +65,7 @@ class IntervalRow:
         self._waits = waits
         self._process = psutil.Process()
         self._last_at = log.started_at
-        self._last_tokens = 0
+        self._last_tokens = engine.num_tokens
 
     async def read(self) -> Mapping[str, Any]:
         """The row. Raises EngineError when an engine does not answer."""
@@ -78,7 +80,7 @@ class IntervalRow:
         waits = self._waits.current
         return {
             "kind": "interval",
-            "time": now - self._log.started_at,
+            "time": self._now(),
             "version": self._policy.version,
             "step": shipped,
             "num_running": dispatcher.num_running,

@@ -122,14 +122,8 @@ class Orchestrator:
         if check_first_step:
             check_start(self.gate, start)
         self.engine = EngineMeter(ports.engine)
-        self.runner = RolloutRunner(
-            engine=self.engine,
-            environments=ports.environments,
-            max_new_tokens=rollout.max_new_tokens,
-            deadline_seconds=rollout.deadline_seconds,
-            max_infrastructure_retries=rollout.max_infrastructure_retries,
-            max_environment_retries=rollout.max_environment_retries,
-        )
+        self.engine.restore(resume.steps if resume else {})
+        self.runner = RolloutRunner.of(rollout, engine=self.engine, environments=ports.environments)
         self.dispatcher = Dispatcher(
             run_sample=run_sample or self.runner.run,
             source=ports.source,
@@ -183,6 +177,7 @@ class Orchestrator:
             batches_ahead=config.batches_ahead,
             steps=range(num_batches, config.run.steps),
             reshipped=range(start.version, num_batches),
+            totals=resume.batches if resume else {},
             flush=self._journal.flush,
             pacing=lambda: self.pacer.state,
             now=self._now,
@@ -206,8 +201,13 @@ class Orchestrator:
             on_event=self._event,
         )
         self.log = StepLog(
-            self.ledger, self.train_sink.bias, self._loop.time(), first_step=start.version
+            ledger=self.ledger,
+            bias=self.train_sink.bias,
+            engine=self.engine,
+            on_trained=self.trace.trained,
+            first_step=start.version,
         )
+        self._failures = FailureGuard(rollout.max_failed_samples)
         self.fetch = Fetch(
             dispatcher=self.dispatcher,
             train_sink=self.train_sink,
@@ -217,7 +217,7 @@ class Orchestrator:
             # The spare samples of the end of the run must not stand in the way of the last
             # evaluation.
             limit=max(rollout.queue_size, self.gate.spare_samples + 1),
-            failures=FailureGuard(rollout.max_failed_samples),
+            failures=self._failures,
             on_fetched=self.watchdog.progress,
             on_failed=partial(self._event, "warning"),
             on_judged=self._decide,
@@ -239,6 +239,7 @@ class Orchestrator:
                 policy=self.policy,
                 log=self.log,
                 waits=self.waits,
+                now=self._now,
             ),
             sink=ports.metrics,
             interval_seconds=config.run.metrics_interval_seconds,
@@ -246,6 +247,8 @@ class Orchestrator:
         if resume:
             self.dispatcher.restore(resume)
             self.train_sink.restore(resume)
+            self.log.restore(resume)
+            self._failures.restore(resume.in_a_row.failed)
 
     # --- the run ------------------------------------------------------------------------------
 
@@ -416,16 +419,15 @@ class Orchestrator:
         version = served.weights.version
         self.trace.served(version)
         self.watchdog.progress()
-        if self._is_checked and not self.log.num_trained:
+        first = self.log.first_step + self.log.num_trained
+        if self._is_checked and first == self._start.version:
             num_freed = self.ledger.num_lost - self._start.rejected
             check_first_step(self.gate, self.dispatcher.admissions, num_freed)
-        first = self.log.first_step + self.log.num_trained
         for shipped, weights in self._in_training.served(self.trace.at, version, first=first):
             for group_id in shipped.group_ids:
                 self.ledger.move(group_id, SampleState.TRAINED)
             each = VersionServed(weights, served.sync_seconds)
-            admissions, now = self.dispatcher.admissions, self._loop.time()
-            self._emit(self.log.trained(shipped, each, now=now, admissions=admissions))
+            self._emit(self.log.trained(shipped, each, admissions=self.dispatcher.admissions))
         if version >= self.config.run.steps:
             self.dispatcher.close()
             self._stopping.changed.notify()

@@ -6,6 +6,7 @@ from itertools import islice
 
 import msgspec
 
+from headway.config import RolloutConfig
 from headway.core.rollout import Group, GroupId, Rollout, Task
 from headway.errors import EngineError, EnvironmentFailure
 from headway.loop.deadlines import Deadlines
@@ -57,6 +58,20 @@ class RolloutRunner:
         self._max_infrastructure_retries = max_infrastructure_retries
         self._max_environment_retries = max_environment_retries
         self.num_retries = 0
+
+    @classmethod
+    def of(
+        cls, rollout: RolloutConfig, *, engine: Engine, environments: Mapping[str, Environment]
+    ) -> "RolloutRunner":
+        """As section `rollout` has it."""
+        return cls(
+            engine=engine,
+            environments=environments,
+            max_new_tokens=rollout.max_new_tokens,
+            deadline_seconds=rollout.deadline_seconds,
+            max_infrastructure_retries=rollout.max_infrastructure_retries,
+            max_environment_retries=rollout.max_environment_retries,
+        )
 
     async def run(self, request: SampleRequest) -> Group:
         """Play the sample. Raises EngineError or EnvironmentFailure once retries are used up."""

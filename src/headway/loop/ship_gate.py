@@ -5,7 +5,7 @@ made a batch possible. Writing and handing over is the gate's own loop.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from headway.core.ages import Ages
@@ -13,6 +13,7 @@ from headway.core.bound import Bound
 from headway.core.order import Order
 from headway.core.pacing import PacingState
 from headway.core.rollout import Batch
+from headway.core.totals import BatchTotals
 from headway.errors import InvariantError
 from headway.loop.policy import PolicyHandle
 from headway.loop.signal import Signal, WaitBoard
@@ -32,6 +33,7 @@ class ShipGate:
 
     Args:
         reshipped: batches of an earlier life that are handed over again, as they are on disk.
+        totals: what is known of these, by step.
         flush: makes safe what has been recorded. Raises StoreError.
         pacing: what the pacing remembers, for the record.
         now: seconds since the start of the run.
@@ -55,6 +57,7 @@ class ShipGate:
         batches_ahead: int,
         steps: range,
         reshipped: range,
+        totals: Mapping[int, BatchTotals],
         flush: Callable[[], Awaitable[None]],
         pacing: Callable[[], PacingState],
         now: Callable[[], float],
@@ -74,6 +77,7 @@ class ShipGate:
         self._ahead = batches_ahead
         self._steps = steps
         self._reshipped = reshipped
+        self._totals = totals
         self._flush = flush
         self._pacing = pacing
         self._now = now
@@ -197,7 +201,7 @@ class ShipGate:
                 await self._flush()
                 await self._store.write_batch(taken.batch)
             shipped = ShippedBatch.of(taken, write_seconds=self._now() - started_at)
-            self._trace.shipped(step, shipped.group_ids, self._pacing())
+            self._trace.shipped(taken.batch, shipped.totals, self._pacing())
             self._taken = None
             self.num_shipped = step + 1
             self._on_shipped(shipped)
@@ -224,7 +228,8 @@ class ShipGate:
             num_unbatched=self._num_unbatched() + len(batch.groups),
             held_seconds=0.0,
         )
-        self._on_shipped(ShippedBatch.of(taken, write_seconds=0.0))
+        shipped = ShippedBatch.of(taken, write_seconds=0.0)
+        self._on_shipped(shipped.as_before(self._totals.get(step)))
         with self._disk(f"batch {step} to be handed over"):
             await self._trainer.ship(batch)
         self.num_handed_over = step + 1

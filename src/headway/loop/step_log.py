@@ -1,8 +1,9 @@
 """What is remembered of every batch from the moment it is full until its version is served."""
 
+import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import numpy as np
 from headway.core.ages import Ages
 from headway.core.bias import Bias
 from headway.core.ledger import Ledger, SampleState
+from headway.core.records import RunState
 from headway.core.rollout import Batch, GroupId
+from headway.core.totals import BatchTotals, StepTotals
+from headway.loop.engine_meter import EngineMeter
 from headway.loop.weight_watcher import VersionServed
 
 
@@ -57,6 +61,31 @@ class ShippedBatch:
     write_seconds: float
     num_trimmed: int
 
+    @property
+    def totals(self) -> BatchTotals:
+        """What the summary counts of it."""
+        return BatchTotals(
+            reward_mean=self.reward_mean,
+            num_tokens=self.num_tokens,
+            num_trimmed=self.num_trimmed,
+            token_ages=self.ages.tokens.counts,
+            head_ages=self.ages.heads.counts,
+            held_seconds=self.held_seconds,
+            starved_seconds=self.starved_seconds,
+        )
+
+    def as_before(self, totals: BatchTotals | None) -> "ShippedBatch":
+        """The same batch, shipped again: what an earlier life knew of it beyond the batch itself
+        is as it was."""
+        if totals is None:
+            return self
+        return replace(
+            self,
+            reward_mean=totals.reward_mean,
+            held_seconds=totals.held_seconds,
+            starved_seconds=totals.starved_seconds,
+        )
+
     @classmethod
     def of(cls, taken: TakenBatch, *, write_seconds: float) -> "ShippedBatch":
         """Condense a batch. When all of it was judged before the batch before was taken (it was
@@ -96,7 +125,9 @@ class StepLog:
 
     ledger: Ledger
     bias: Bias
-    started_at: float
+    engine: EngineMeter
+    on_trained: Callable[[int, StepTotals], None]
+    """Told of every step, to be recorded. Synchronous."""
     first_step: int = 0
     ages: Ages = field(default_factory=Ages)
     rewards: list[float] = field(default_factory=list)
@@ -111,16 +142,28 @@ class StepLog:
     starved_seconds: float = 0.0
     trainer_idle_seconds: float = 0.0
     trainer_busy_seconds: float = 0.0
+    started_at: float = field(init=False)
+    """In loop time."""
     _last_at: float = field(init=False)
     _last_admissions: int = 0
     _last_reasons: dict[SampleState, Counter[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._last_at = self.started_at
+        self.started_at = self._last_at = asyncio.get_running_loop().time()
+        self._last_reasons = {state: why.copy() for state, why in self.ledger.reasons.items()}
+
+    def restore(self, state: RunState) -> None:
+        """Go on counting after a resume: what was trained before is in the totals, too."""
+        known = [step for step in range(state.version) if step in state.batches]
+        for step in known:
+            self._count(state.batches[step])
+            if (totals := state.steps.get(step)) is not None:
+                self._count_step(totals)
+        self.first_step = state.version - len(known)
 
     @property
     def num_trained(self) -> int:
-        """Batches trained by this process."""
+        """Batches trained, in earlier lives of the run too."""
         return len(self.rewards)
 
     @property
@@ -130,23 +173,26 @@ class StepLog:
         return self.trainer_idle_seconds / total if total > 0 else None
 
     def trained(
-        self, shipped: ShippedBatch, served: VersionServed, *, now: float, admissions: int
+        self, shipped: ShippedBatch, served: VersionServed, *, admissions: int
     ) -> dict[str, Any]:
         """Count a trained batch and return its row; `admissions` is the total so far."""
         stats = dict(served.weights.stats)
         train_seconds = stats.pop("train_seconds", None)
         idle_seconds = stats.pop("idle_seconds", None)
         publish_seconds = stats.pop("publish_seconds", None)
-        self.trainer_idle_seconds += idle_seconds or 0.0
-        self.trainer_busy_seconds += (train_seconds or 0.0) + (publish_seconds or 0.0)
-        self.ages.merge(shipped.ages)
-        self.rewards.append(shipped.reward_mean)
-        self.step_seconds.append(now - self._last_at)
-        self.admissions.append(admissions - self._last_admissions)
-        self.num_tokens_trained += shipped.num_tokens
-        self.num_tokens_trimmed += shipped.num_trimmed
-        self.held_seconds += shipped.held_seconds
-        self.starved_seconds += shipped.starved_seconds
+        now = asyncio.get_running_loop().time()
+        totals = StepTotals(
+            step_seconds=now - self._last_at,
+            admissions=admissions - self._last_admissions,
+            trainer_idle_seconds=idle_seconds or 0.0,
+            trainer_busy_seconds=(train_seconds or 0.0) + (publish_seconds or 0.0),
+            tokens_generated=self.engine.num_tokens,
+            engine_idle_seconds=self.engine.idle_seconds,
+            engine_seconds=self.engine.seconds,
+        )
+        self.on_trained(shipped.step, totals)
+        self._count(shipped.totals)
+        self._count_step(totals)
         row = {
             "kind": "step",
             "step": shipped.step,
@@ -161,7 +207,7 @@ class StepLog:
             "num_rollouts": shipped.num_rollouts,
             "num_tokens": shipped.num_tokens,
             "rollout_tokens_mean": shipped.rollout_tokens_mean,
-            "admissions": self.admissions[-1],
+            "admissions": totals.admissions,
             "rejected": self._new_reasons(SampleState.REJECTED),
             "failed": self._new_reasons(SampleState.FAILED),
             "dropped": self._new_reasons(SampleState.DROPPED),
@@ -176,13 +222,27 @@ class StepLog:
             "trainer_idle_seconds": idle_seconds,
             "publish_seconds": publish_seconds,
             "sync_seconds": served.sync_seconds,
-            "step_seconds": self.step_seconds[-1],
+            "step_seconds": totals.step_seconds,
             "trainer": stats,
             "env_metrics": shipped.env_metrics,
         }
         self._last_at = now
         self._last_admissions = admissions
         return row
+
+    def _count(self, batch: BatchTotals) -> None:
+        self.ages.merge(batch.ages)
+        self.rewards.append(batch.reward_mean)
+        self.num_tokens_trained += batch.num_tokens
+        self.num_tokens_trimmed += batch.num_trimmed
+        self.held_seconds += batch.held_seconds
+        self.starved_seconds += batch.starved_seconds
+
+    def _count_step(self, step: StepTotals) -> None:
+        self.step_seconds.append(step.step_seconds)
+        self.admissions.append(step.admissions)
+        self.trainer_idle_seconds += step.trainer_idle_seconds
+        self.trainer_busy_seconds += step.trainer_busy_seconds
 
     def _new_reasons(self, state: SampleState) -> dict[str, int]:
         now = self.ledger.reasons[state]

@@ -20,14 +20,16 @@ from headway.core.pacing import PacingState
 from headway.core.records import (
     Accepted,
     Admitted,
-    Batched,
     Evaluated,
     Lost,
     Record,
     RewardTotals,
     Served,
+    Trained,
+    batched,
 )
-from headway.core.rollout import Group, GroupId, Rollout, Task, TrainableGroup
+from headway.core.rollout import Batch, Group, GroupId, Rollout, Task, TrainableGroup
+from headway.core.totals import BatchTotals, Length, StepTotals
 from headway.ports import MetricsSink, PublishedWeights
 
 DECISIONS = ("admitted", "judged", "dropped", "batch")
@@ -101,11 +103,16 @@ class Trace:
         if self._record:
             self._record(Served(version=version))
 
-    def shipped(self, step: int, group_ids: Sequence[GroupId], pacing: PacingState) -> None:
-        """A batch of these samples is on disk."""
-        self._input("shipped", step=step)
+    def shipped(self, batch: Batch, totals: BatchTotals, pacing: PacingState) -> None:
+        """A batch is on disk."""
+        self._input("shipped", step=batch.step)
         if self._record:
-            self._record(Batched(step=step, group_ids=tuple(group_ids), pacing=pacing))
+            self._record(batched(batch, totals, pacing))
+
+    def trained(self, step: int, totals: StepTotals) -> None:
+        """The version that a batch produced is served. Nothing is decided by it beyond `served`."""
+        if self._record:
+            self._record(Trained(step=step, totals=totals))
 
     def gave_up(self, step: int) -> None:
         """A batch has been held for `wait_seconds`."""
@@ -137,7 +144,13 @@ class Trace:
         if self._record:
             self._record(Admitted(group_id=group_id, task=task, version=version))
 
-    def judged(self, judged: TrainableGroup, reason: str | None, rewards: RewardTotals) -> None:
+    def judged(
+        self,
+        judged: TrainableGroup,
+        reason: str | None,
+        rewards: RewardTotals,
+        lengths: tuple[Length, ...] = (),
+    ) -> None:
         """A finished sample was accepted, or rejected for a reason; `rewards` count it in."""
         group_id = judged.group.group_id
         self._decision("judged", {"id": group_id, "rejected": reason})
@@ -145,15 +158,28 @@ class Trace:
             self._record(Accepted(trainable=judged, rewards=rewards))
         elif self._record and reason is not None:
             state = SampleState.REJECTED
-            self._record(Lost(group_id=group_id, state=state, reason=reason, rewards=rewards))
+            self._record(
+                Lost(
+                    group_id=group_id, state=state, reason=reason, rewards=rewards, lengths=lengths
+                )
+            )
 
-    def dropped(self, step: int, group_ids: Sequence[GroupId], reason: str) -> None:
+    def dropped(
+        self, step: int, lengths: Mapping[GroupId, tuple[Length, ...]], reason: str
+    ) -> None:
         """Samples were too old for this batch and all later ones; their prompts are requeued."""
-        self._decision("dropped", {"step": step, "ids": group_ids})
+        self._decision("dropped", {"step": step, "ids": [*lengths]})
         if self._record:
-            for group_id in group_ids:
-                state = SampleState.DROPPED
-                self._record(Lost(group_id=group_id, state=state, reason=reason, is_requeued=True))
+            for group_id, each in lengths.items():
+                self._record(
+                    Lost(
+                        group_id=group_id,
+                        state=SampleState.DROPPED,
+                        reason=reason,
+                        is_requeued=True,
+                        lengths=each,
+                    )
+                )
 
     def batch(self, step: int, group_ids: Sequence[GroupId], num_trimmed: int) -> None:
         """A batch was put together."""

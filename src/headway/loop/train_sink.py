@@ -10,6 +10,7 @@ from headway.core.ledger import Ledger, SampleState
 from headway.core.order import Candidate, Order
 from headway.core.records import RewardTotals, RunState
 from headway.core.rollout import Batch, Group, GroupId, Source, Task, TrainableGroup
+from headway.core.totals import lengths_of
 from headway.loop.trace import Trace
 
 TOO_OLD = "over_bound"
@@ -53,6 +54,8 @@ class TrainSink:
         """Go on where an earlier life of the run was cut off; the ledger was restored before."""
         self._rewards = state.rewards
         self._overtaking.update(state.overtaking)
+        self._guard.restore(state.in_a_row.rejected)
+        self.bias.restore(state.bias)
         for _, trainable in state.accepted:
             self._buffer_up(trainable)
 
@@ -78,10 +81,11 @@ class TrainSink:
         self._judged.extend(values)
         reason = rejection(group, advantages, self._filters)
         trainable = TrainableGroup(group=group, advantages=advantages)
-        self._trace.judged(trainable, reason, self._rewards)
+        lengths = () if reason is None else lengths_of(group, is_trained=False)
+        self._trace.judged(trainable, reason, self._rewards, lengths)
         if reason is not None:
             self._ledger.move(group.group_id, SampleState.REJECTED, reason)
-            self.bias.add(group, Fate.REJECTED)
+            self.bias.add(group.task.env, Fate.REJECTED, lengths)
             self._guard.rejected(group, reason)
             return reason
         self._ledger.move(group.group_id, SampleState.ACCEPTED)
@@ -119,12 +123,13 @@ class TrainSink:
         return self._take(step, selection) if selection.taken else None
 
     def _drop(self, step: int, selection: Selection) -> None:
-        self._trace.dropped(step, selection.dropped, TOO_OLD)
-        for group_id in selection.dropped:
-            group = self._buffer.pop(group_id)[1].group
-            self._ledger.move(group_id, SampleState.DROPPED, TOO_OLD)
+        groups = [self._buffer.pop(group_id)[1].group for group_id in selection.dropped]
+        lengths = {one.group_id: lengths_of(one, is_trained=False) for one in groups}
+        self._trace.dropped(step, lengths, TOO_OLD)
+        for group in groups:
+            self._ledger.move(group.group_id, SampleState.DROPPED, TOO_OLD)
             self._requeue.append(group.task)
-            self.bias.add(group, Fate.DROPPED)
+            self.bias.add(group.task.env, Fate.DROPPED, lengths[group.group_id])
 
     def _take(self, step: int, selection: Selection) -> Batch:
         oldest = step - self._bound.max_age
@@ -134,7 +139,8 @@ class TrainSink:
             if self._bound.remedy(candidate.env) is OverBound.TRIM:
                 trainable = _trimmed(candidate, trainable, oldest)
             self._ledger.move(group_id, SampleState.BATCHED)
-            self.bias.add(trainable.group, Fate.TRAINED)
+            lengths = lengths_of(trainable.group, is_trained=True)
+            self.bias.add(candidate.env, Fate.TRAINED, lengths)
             taken.append(trainable)
         batch = Batch(step=step, groups=tuple(taken))
         self._trace.batch(step, sorted(selection.taken), batch.num_trimmed)

@@ -2,12 +2,15 @@
 
 | table    | a row is                                                                              |
 |----------|---------------------------------------------------------------------------------------|
-| samples  | one sample: prompt, version of its (last) admission, state, reason, step of its batch |
+| samples  | one sample: prompt, version of its (last) admission, state, reason, step of its       |
+|          | batch, and `[tokens, in the loss, turns]` of its rollouts, once its fate is decided   |
 | rollouts | the spool: one rollout of a finished sample that is in no batch file yet              |
-| batches  | one batch that is on disk; its samples bear its step since the same transaction       |
+| batches  | one batch that is on disk; its samples bear its step since the same transaction. What |
+|          | the summary counts of it, and of its step once that is trained                        |
 | requeued | the prompt of a dropped sample, until it is issued again                              |
 | evals    | one evaluation of one environment                                                     |
-| state    | what there is one of: version served, running reward totals, pacing                   |
+| state    | what there is one of: version served, running reward totals, pacing, and how many     |
+|          | samples failed or were rejected in a row                                              |
 
 A trained sample is one whose step is below the version served: the view `lives` says so. Vectors
 are little-endian blobs: `token_ids` int32, `logprobs` float32, `loss_mask` bits (`numpy.packbits`).
@@ -34,18 +37,21 @@ from headway.core.records import (
     Record,
     RewardTotals,
     Served,
+    Trained,
 )
 from headway.core.rollout import FinishReason, GroupId, Rollout, Source, Timings, TrainableGroup
+from headway.core.totals import InARow
 from headway.core.versions import VersionRuns
 from headway.errors import StoreError
 
-FORMAT = 1
+FORMAT = 2
 """Of the file, in its `user_version`; another one is refused."""
 
 _SCHEMA = """
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, env TEXT NOT NULL, key TEXT NOT NULL, position INTEGER NOT NULL,
-    data TEXT NOT NULL, version INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT, step INTEGER
+    data TEXT NOT NULL, version INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT, step INTEGER,
+    lengths TEXT
 );
 CREATE TABLE rollouts (
     sample INTEGER NOT NULL, episode INTEGER NOT NULL, env TEXT NOT NULL, reward REAL NOT NULL,
@@ -55,7 +61,7 @@ CREATE TABLE rollouts (
     logprobs BLOB NOT NULL
 );
 CREATE INDEX rollouts_of_sample ON rollouts (sample);
-CREATE TABLE batches (step INTEGER PRIMARY KEY);
+CREATE TABLE batches (step INTEGER PRIMARY KEY, totals TEXT, trained TEXT);
 CREATE TABLE requeued (position INTEGER PRIMARY KEY, sample INTEGER NOT NULL);
 CREATE TABLE evals (version INTEGER NOT NULL, result TEXT NOT NULL);
 CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -70,7 +76,7 @@ VALUES (?, ?, ?, ?, ?, ?, 'running')
 ON CONFLICT (id) DO UPDATE SET version = excluded.version, state = 'running'
 """
 _SPOOL = f"INSERT INTO rollouts VALUES ({', '.join('?' * 15)})"
-_MOVE = "UPDATE samples SET state = ?, reason = ?, step = ? WHERE id = ?"
+_MOVE = "UPDATE samples SET state = ?, reason = ?, step = ?, lengths = ? WHERE id = ?"
 _REQUEUE = "INSERT INTO requeued SELECT position, id FROM samples WHERE id = ?"
 
 
@@ -101,17 +107,19 @@ class RunDatabase:
                     "wrote it"
                 )
             self._has_requeued = True  # until it is known
+            self._in_a_row = InARow(**(self.state("in_a_row") or {}))
         except sqlite3.Error as error:
             raise StoreError(f"cannot open {path}: {error}") from error
 
     def apply(self, records: Sequence[Record]) -> None:
         """Write records in one transaction. Raises StoreError; then none of them is written."""
         try:
-            changes = _Changes(records)
+            changes = _Changes(records, self._in_a_row)
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 self._write(changes)
                 self._db.execute("COMMIT")
+                self._in_a_row = changes.in_a_row
             except BaseException:  # an interrupt, too, must leave no half of it; re-raised
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -128,7 +136,8 @@ class RunDatabase:
         many(_SPOOL, changes.spooled())
         many(_MOVE, changes.moved)
         many("DELETE FROM rollouts WHERE sample = ?", changes.unspooled)
-        many("INSERT INTO batches VALUES (?)", changes.batches)
+        many("INSERT INTO batches (step, totals) VALUES (?, ?)", changes.batches)
+        many("UPDATE batches SET trained = ? WHERE step = ?", changes.trained)
         many("INSERT INTO evals VALUES (?, ?)", changes.evals)
         many("INSERT OR REPLACE INTO state VALUES (?, ?)", list(changes.state.items()))
         if self._has_requeued or changes.has_requeued:
@@ -140,6 +149,13 @@ class RunDatabase:
         """Rows of a query. Raises StoreError."""
         try:
             return self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot read {self.path}: {error}") from error
+
+    def each(self, query: str) -> Iterator[tuple[Any, ...]]:
+        """Rows of a query, one after the other. Raises StoreError."""
+        try:
+            yield from self._db.execute(query)
         except sqlite3.Error as error:
             raise StoreError(f"cannot read {self.path}: {error}") from error
 
@@ -160,18 +176,23 @@ class _Changes:
     """What a group of records comes to, by table: one statement for many rows costs a fifth of many
     statements, and a sample that finished and was batched since needs no row in the spool."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(self, records: Iterable[Record], in_a_row: InARow) -> None:
         self.admitted: list[tuple[Any, ...]] = []
-        self.moved: list[tuple[str, str | None, int | None, int]] = []
+        self.moved: list[tuple[str, str | None, int | None, str | None, int]] = []
         self.unspooled: list[tuple[int]] = []
-        self.batches: list[tuple[int]] = []
+        self.batches: list[tuple[int, str]] = []
+        self.trained: list[tuple[str, int]] = []
         self.evals: list[tuple[int, str]] = []
         self.state: dict[str, str] = {}
         self.requeue: list[tuple[str, int]] = []
         self.has_requeued = False
         self._accepted: dict[GroupId, TrainableGroup] = {}
+        self._failed, self._rejected = in_a_row.failed, dict(in_a_row.rejected)
         for record in records:
             self._add(record)
+        self.in_a_row = InARow(failed=self._failed, rejected=self._rejected)
+        if self.in_a_row != in_a_row:
+            self.state["in_a_row"] = to_json(self.in_a_row)
 
     def spooled(self) -> Iterator[tuple[Any, ...]]:
         """Rows of the spool."""
@@ -189,28 +210,42 @@ class _Changes:
             case Accepted(trainable=trainable, rewards=rewards):
                 group_id = trainable.group.group_id
                 self._accepted[group_id] = trainable
-                self.moved.append((SampleState.ACCEPTED.value, None, None, group_id))
+                self.moved.append((SampleState.ACCEPTED.value, None, None, None, group_id))
+                self._failed = 0
+                self._rejected.clear()
                 self._count(rewards)
-            case Lost(group_id=group_id, state=state, reason=reason):
-                self.moved.append((state.value, reason, None, group_id))
+            case Lost(group_id=group_id, state=state, reason=reason, lengths=lengths):
+                self.moved.append((state.value, reason, None, to_json(lengths), group_id))
+                self._count_lost(state, reason)
                 self._unspool(group_id)
                 if record.is_requeued:
                     self.requeue.append((_REQUEUE, group_id))
                     self.has_requeued = True
                 if record.rewards is not None:
                     self._count(record.rewards)
-            case Batched(step=step, group_ids=group_ids, pacing=pacing):
-                for group_id in group_ids:
-                    self.moved.append((SampleState.BATCHED.value, None, step, group_id))
+            case Batched(step=step, group_ids=group_ids, pacing=pacing, totals=totals):
+                lengths_of = record.lengths or ((),) * len(group_ids)
+                for group_id, lengths in zip(group_ids, lengths_of, strict=True):
+                    known = to_json(lengths)
+                    self.moved.append((SampleState.BATCHED.value, None, step, known, group_id))
                     self._unspool(group_id)
-                self.batches.append((step,))
+                self.batches.append((step, to_json(totals)))
                 self.state["pacing"] = to_json(pacing.needs)
+            case Trained(step=step, totals=totals):
+                self.trained.append((to_json(totals), step))
             case Served(version=version):
                 self.state["served"] = str(version)
             case Evaluated(result=result):
                 self.evals.append((result["version"], to_json(dict(result))))
             case _:
                 assert_never(record)
+
+    def _count_lost(self, state: SampleState, reason: str) -> None:
+        if state is SampleState.FAILED:
+            self._failed += 1
+        elif state is SampleState.REJECTED:
+            self._failed = 0
+            self._rejected[reason] = self._rejected.get(reason, 0) + 1
 
     def _unspool(self, group_id: GroupId) -> None:
         if self._accepted.pop(group_id, None) is None:

@@ -5,17 +5,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
+from headway.core.bias import Bias, Fate
 from headway.core.ledger import LOST, Admission, SampleState
 from headway.core.pacing import PacingState
-from headway.core.records import Batched, RewardTotals, RunState
+from headway.core.records import RewardTotals, RunState, batched
 from headway.core.rollout import Group, GroupId, Task, TrainableGroup
+from headway.core.totals import BatchTotals, InARow, Length, StepTotals
 from headway.errors import StoreError
 from headway.store.batches import batch_path, read_batch
 from headway.store.database import RunDatabase, rollout_of
+
+T = TypeVar("T")
 
 _TASK = "id, env, key, position, data"
 _UNBATCHED = "('running', 'accepted')"
@@ -33,17 +38,18 @@ def adopt_batch(database: RunDatabase, run_dir: Path) -> bool:
     if not path.exists():
         return False
     try:
-        group_ids = [one.group.group_id for one in read_batch(path).groups]
+        batch = read_batch(path)
     except StoreError:
-        group_ids = []
+        path.unlink()
+        return False
+    group_ids = [one.group.group_id for one in batch.groups]
     marks = ", ".join("?" * len(group_ids))
     query = f"SELECT count(*) FROM samples WHERE state = 'accepted' AND id IN ({marks})"
-    is_known = database.rows(query, *group_ids) == [(len(group_ids),)]
-    if not group_ids or not is_known:
+    if database.rows(query, *group_ids) != [(len(group_ids),)]:
         path.unlink()
         return False
     pacing = PacingState(needs=tuple(database.state("pacing") or ()))
-    database.apply([Batched(step=step, group_ids=tuple(group_ids), pacing=pacing)])
+    database.apply([batched(batch, BatchTotals.of(batch), pacing)])
     return True
 
 
@@ -90,7 +96,33 @@ def read_state(database: RunDatabase, version: int) -> RunState:
         rewards=RewardTotals(total=total, count=count),
         pacing=PacingState(needs=tuple(database.state("pacing") or ())),
         evals=tuple(json.loads(result) for (result,) in evals),
+        batches=_totals(database, "totals", BatchTotals),
+        steps=_totals(database, "trained", StepTotals),
+        bias=_bias(database),
+        in_a_row=InARow(**(database.state("in_a_row") or {})),
     )
+
+
+def _totals(database: RunDatabase, column: str, kind: type[T]) -> dict[int, T]:
+    """By step, where there are some."""
+    found = database.rows(f"SELECT step, {column} FROM batches WHERE {column} IS NOT NULL")
+    decode = msgspec.json.Decoder(kind | None).decode
+    return {step: totals for step, text in found if (totals := decode(text)) is not None}
+
+
+def _bias(database: RunDatabase) -> Bias:
+    """All rollouts whose fate is decided."""
+    bias = Bias()
+    fates = {
+        SampleState.BATCHED.value: Fate.TRAINED,
+        SampleState.DROPPED.value: Fate.DROPPED,
+        SampleState.REJECTED.value: Fate.REJECTED,
+    }
+    query = "SELECT env, state, lengths FROM samples WHERE lengths IS NOT NULL ORDER BY id"
+    for env, state, lengths in database.each(query):
+        if state in fates:
+            bias.add(env, fates[state], (Length(*one) for one in json.loads(lengths)))
+    return bias
 
 
 def _task(row: Sequence[Any]) -> Task:
