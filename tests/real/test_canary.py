@@ -9,6 +9,7 @@ from servers import KIND, MODEL, Servers
 
 from headway.config import UpdateMode
 from headway.engines.canary import EngineCanary
+from headway.engines.server_engine import ServerEngine
 from headway.errors import EngineError
 from headway.ports import PublishedWeights
 from headway.trainer.canary import make_canary
@@ -44,25 +45,28 @@ def test_a_tensor_that_a_server_kept_of_older_weights_is_found(
 ) -> None:
     """The checkpoint's own check would have refused it: here it goes to the servers as it is."""
 
-    async def problems(weights: PublishedWeights) -> list[str | None]:
-        async def problem(index: int) -> str | None:
-            engine = await servers.client(index, UpdateMode.KEEP, clear_cache=True)
-            try:
-                await engine.update_weights(weights)
-                return await EngineCanary().check(engine, weights)
-            except EngineError as error:  # the embedded engine refuses what is incomplete
-                assert KIND == "local"
-                return str(error)
-            finally:
-                await engine.aclose()
-
-        return await asyncio.gather(*map(problem, range(len(servers.fleet.urls))))
+    async def problem(engine: ServerEngine, weights: PublishedWeights) -> str | None:
+        try:
+            await engine.update_weights(weights)
+        except EngineError as error:
+            assert KIND == "local"  # it refuses what is incomplete
+            return str(error)
+        return await EngineCanary().check(engine, weights)
 
     async def scenario() -> None:
-        assert not any(await problems(next_weights(servers, tmp_path, lacks=None)))
-        found = await problems(next_weights(servers, tmp_path, lacks=lacks))
-        assert all(found), found
-        print(f"{KIND} without {lacks}: {found[0]}")
-        assert not any(await problems(next_weights(servers, tmp_path, lacks=None)))
+        engines = [
+            await servers.client(index, UpdateMode.KEEP, clear_cache=True)
+            for index in range(len(servers.fleet.urls))
+        ]
+        found = []
+        for one in (None, lacks, None):
+            weights = next_weights(servers, tmp_path, lacks=one)
+            found.append(await asyncio.gather(*(problem(engine, weights) for engine in engines)))
+        print(f"{KIND} without {lacks}: {found[1][0]}")
+        assert [[one is not None for one in two] for two in found] == [
+            [is_damaged] * len(engines) for is_damaged in (False, True, False)
+        ]
+        for engine in engines:
+            await engine.aclose()
 
     servers.run(scenario())
