@@ -40,7 +40,7 @@ class Stopping:
         if self.outcome is None:
             self.outcome = outcome
             self.changed.notify()
-        elif self._window is not None:
+        elif self._window is not None and not self._window.expired():
             self._window.reschedule(asyncio.get_running_loop().time())
 
     def watch_deadline(self, began_at: float, max_seconds: float | None) -> None:
@@ -68,3 +68,5 @@ class Stopping:
                 await drained
         except TimeoutError:
             self._on_event("warning", f"the drain did not end in time: {self._waits.describe()}")
+        finally:
+            self._window = None
