@@ -3,8 +3,11 @@
 The whole orchestrator runs on the wall clock, with nothing kept, with the journal, and with the
 journal and batch files: over an engine that answers at once with short completions, and over one
 that answers `LONG_PER_SECOND` times a second with long ones, which is when a stall can be told from
-work that is due. *Loop* is the CPU time of the event
-loop's own thread; *all* adds the threads that write, which share the interpreter with it.
+work that is due. *Loop* is the CPU time of the event loop's own thread; *all* adds the threads that
+write, which share the interpreter with it. *Kept* is what lies on disk at the end, and *written* is
+all that was written to get there, per token of the batches; *amplification* is the latter over the
+bytes of a token (id, log-probability, mask bit). A stall includes what other programs on the same
+cores cause: compare it with that of keeping nothing.
 
     python -m benchmarks.durability [--json]
 """
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.control_loop import InstantEngine, config_for
 from headway.collector import share_interpreter, tame_collector
@@ -39,6 +43,8 @@ NUM_SHORT, NUM_LONG = 20_000, 2_000
 LONG_PER_SECOND = 200
 """Of 8,192 tokens each: 1.6 million tokens a second."""
 PROBE_SECONDS = 0.001
+TOKEN_BYTES = 4 + 4 + 1 / 8
+"""Of a token in the spool: id, log-probability, mask bit."""
 
 
 class TokenEngine(InstantEngine):
@@ -150,8 +156,16 @@ async def measure(kept: str, num_tokens: int, folder: Path) -> dict[str, Any]:
         "stall_p999_ms": float(np.quantile(late, 0.999)) * 1e3,
         "wall_seconds": wall,
         "num_transactions": journal.num_transactions,
-        "file_bytes_per_token": _bytes_of(folder) / max(store.num_tokens, 1),
+        "kept_bytes_per_token": _bytes_of(folder) / store.num_tokens,
+        "written_bytes_per_token": _written() / store.num_tokens,
+        "write_amplification": _written() / store.num_tokens / TOKEN_BYTES,
     }
+
+
+def _written() -> int:
+    """Bytes that this process has written to files (Linux; elsewhere 0)."""
+    counters = getattr(psutil.Process(), "io_counters", lambda: None)()
+    return getattr(counters, "write_chars", 0)
 
 
 def _bytes_of(folder: Path) -> int:
@@ -182,17 +196,27 @@ def main() -> None:
     print("Durability (wall clock, instant engine)")
     print(
         f"{'kept':<20} {'tokens':>7} {'loop us':>8} {'all us':>8} {'stall p99.9 ms':>15} "
-        f"{'B/token on disk':>16}"
+        f"{'kept B/token':>13} {'written B/token':>16} {'amplification':>14}"
     )
     for row in rows:
         print(
             f"{row['kept']:<20} {row['tokens']:>7,} {row['loop_us_per_rollout']:>8.1f} "
             f"{row['all_us_per_rollout']:>8.1f} {row['stall_p999_ms']:>15.2f} "
-            f"{row['file_bytes_per_token']:>16.2f}"
+            f"{row['kept_bytes_per_token']:>13.2f} {row['written_bytes_per_token']:>16.2f} "
+            f"{row['write_amplification']:>14.2f}"
         )
-    short = {row["kept"]: row["loop_us_per_rollout"] for row in rows if row["tokens"] == SHORT}
-    added = short[KEPT[2]] - short[KEPT[0]]
-    print(f"added to the loop: {added:.1f} us per instant rollout")
+    _print_added(rows)
+
+
+def _print_added(rows: list[dict[str, Any]]) -> None:
+    """What all of it adds to keeping nothing."""
+    by_case = {(row["tokens"], row["kept"]): row for row in rows}
+    for num_tokens, name, unit, key in (
+        (SHORT, "the loop, per instant rollout", "us", "loop_us_per_rollout"),
+        (LONG, "its stalls (p99.9)", "ms", "stall_p999_ms"),
+    ):
+        added = by_case[num_tokens, KEPT[2]][key] - by_case[num_tokens, KEPT[0]][key]
+        print(f"added to {name}: {added:.1f} {unit}")
 
 
 if __name__ == "__main__":

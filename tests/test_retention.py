@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ def checkpoint(folder: Path, version: int, *, is_whole: bool = True) -> None:
     path = folder / "checkpoints" / f"step-{version:06d}"
     path.mkdir(parents=True, exist_ok=True)
     if is_whole:
-        (path / "COMPLETE").write_text('{"files": {}}')
+        (path / "COMPLETE").write_text(json.dumps({"version": version, "files": {}}))
 
 
 def batch_steps(folder: Path) -> list[int]:
@@ -42,12 +43,14 @@ def test_pruning_leaves_every_batch_that_a_resume_can_need(seed: int, tmp_path: 
     for step in range(newest + 1):
         batch_path(tmp_path, step).touch()
         shipped_path(tmp_path, step).touch()
+    (tmp_path / "batches" / "step-copy.parquet").touch()
     versions = sorted({int(one) for one in rng.integers(0, newest + 2, int(rng.integers(0, 6)))})
     broken = {version for version in versions if rng.random() < 0.3}
     for version in versions:
         checkpoint(tmp_path, int(version), is_whole=version not in broken)
     keep, keep_checkpoints = int(rng.integers(1, 12)), int(rng.integers(1, 4))
     prune_batches(tmp_path, newest, keep=keep, keep_checkpoints=keep_checkpoints)
+    (tmp_path / "batches" / "step-copy.parquet").unlink()  # not the run's, and left alone
     kept = batch_steps(tmp_path)
     whole = [version for version in versions if version not in broken][-keep_checkpoints:]
     oldest = whole[0] if len(whole) == keep_checkpoints else 0
@@ -122,7 +125,8 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path:
     run_dir.write_config(config)
     for version in (2, 3, 4):
         checkpoint(tmp_path, version)
-    (tmp_path / "checkpoints" / "step-000004" / "COMPLETE").write_text('{"files": {"gone": {}}}')
+    marker = {"version": 4, "files": {"gone": {}}}
+    (tmp_path / "checkpoints" / "step-000004" / "COMPLETE").write_text(json.dumps(marker))
     recovered = recover(config, run_dir, tmp_path)
     recovered.database.close()
     assert recovered.state.version == 3

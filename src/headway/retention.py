@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -11,8 +12,7 @@ from typing import Any
 from headway.config import Config
 from headway.trainer.checkpoints import complete_checkpoints
 
-_BATCH_SUFFIXES = (".shipped", ".parquet")
-"""In the order in which they are deleted: a marker says that there is a batch."""
+_BATCH = re.compile(r"step-(\d{6,})\.(shipped|parquet)")
 
 # Bytes that things come to at most; tests/test_retention.py compares them with what is written.
 _BATCH_TOKEN = 8.5  # token id, log-probability, loss mask
@@ -45,10 +45,11 @@ def prune_batches(run_dir: Path, newest: int, *, keep: int, keep_checkpoints: in
     """
     needed = oldest_needed(run_dir, keep_checkpoints)
     first_kept = min(needed, newest + 1 - keep)
-    for suffix in _BATCH_SUFFIXES:
-        for path in (run_dir / "batches").glob(f"step-*{suffix}"):
-            if int(path.stem.removeprefix("step-")) < first_kept:
-                path.unlink(missing_ok=True)
+    # Markers first: one says that there is a batch.
+    for path in sorted((run_dir / "batches").iterdir(), key=lambda one: one.suffix, reverse=True):
+        name = _BATCH.fullmatch(path.name)
+        if name is not None and int(name[1]) < first_kept:
+            path.unlink(missing_ok=True)
 
 
 def oldest_needed(run_dir: Path, keep_checkpoints: int) -> int:
