@@ -11,7 +11,7 @@ SGLANG := .venv-sglang
 # The first of runs/NAME-1, runs/NAME-2, ... that is free.
 next_run = $$(n=1; while [ -e runs/$(1)-$$n ]; do n=$$((n + 1)); done; echo runs/$(1)-$$n)
 
-.PHONY: help demo demo-sync test test-kill test-vllm test-sglang lint types bench docs plots clean
+.PHONY: help demo demo-sync test test-kill test-faults test-vllm test-sglang lint types bench docs plots clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,6 +37,10 @@ test: $(STAMP) ## all tests
 
 test-kill: $(STAMP) ## a real run, killed fifty times and resumed
 	HEADWAY_KILLS=50 $(BIN)/python -m pytest --timeout=3600 tests/test_kill.py
+
+SEEDS ?= 2000
+test-faults: $(STAMP) ## SEEDS=2000 simulated runs that are broken on purpose, over all cores
+	$(BIN)/headway simulate --faults 0-$$(($(SEEDS) - 1))
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## two real vLLM servers on the CPU, and runs on them
 	HEADWAY_REAL_KIND=vllm HEADWAY_REAL_PYTHON=$(VLLM)/bin/python \

@@ -9,7 +9,8 @@ from typing import Any
 
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.sim.faults.many import Tally, Workload, run_seeds, schedule_of
+from headway.sim.faults.draw import draw
+from headway.sim.faults.many import Tally, measured, run_seeds
 from headway.sim.faults.run import Report, run_schedule, shrink
 from headway.sim.faults.schedule import Schedule
 from headway.views.faults import as_dict, failure_lines, report_lines, tally_lines
@@ -33,18 +34,18 @@ def simulate_faults(
         ConfigError: it is none of these.
     """
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", given)
-    workload = None if config is None else Workload.measured(_sections(config))
+    workload = None if config is None else measured(_sections(config))
     if found is None:
         return _one(_schedule_of_file(Path(given)), given, as_json)
     first, last = int(found[1]), int(found[2] or found[1])
     if last < first:
         raise ConfigError(f"--faults {given}: the range ends before it begins")
     if first == last:
-        return _one(schedule_of(first, workload), f"{given}{workload_words}", as_json)
+        return _one(draw(first, workload), f"{given}{workload_words}", as_json)
     tally = run_seeds(
         range(first, last + 1), workload=workload, progress=_silent if is_quiet else _tell
     )
-    reports = [run_schedule(schedule_of(seed, workload)) for seed in tally.failed[:_MAX_SHRUNK]]
+    reports = [run_schedule(draw(seed, workload)) for seed in tally.failed[:_MAX_SHRUNK]]
     if as_json:
         print(json.dumps(_tally_dict(tally, reports), indent=2))
         return 1 if tally.failed else 0

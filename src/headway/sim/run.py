@@ -78,22 +78,9 @@ def build_simulation(
 
 def _engines(config: Config, workload: Workload, version: int) -> tuple[Engine, list[str]]:
     """One engine, or a pool of several, and their names."""
-    stated, count = config.simulate, config.engine.count
-    load: dict[str, Any] = {"tokens_per_work": stated.tokens_per_second}
-    if stated.rollout_tokens is not None:
-        curve = curve_of(stated.engine.throughput)
-        load = {"speed": cache(lambda num: curve(num) / num), "slots": stated.engine.slots}
+    count, start = config.engine.count, engine_maker(config, workload, version)
     engines = [
-        SimulatedEngine(
-            turn=workload.turn,
-            **load,
-            sync_seconds=stated.weight_sync_seconds,
-            recompute_seconds=stated.recompute_seconds,
-            update_mode=config.engine.update_mode,
-            stamps_tokens=config.engine.stamps_tokens,
-            version=version,
-            name="simulated engine" if count == 1 else f"simulated engine {number}",
-        )
+        start("simulated engine" if count == 1 else f"simulated engine {number}")
         for number in range(count)
     ]
     names = [engine.name for engine in engines]
@@ -101,6 +88,31 @@ def _engines(config: Config, workload: Workload, version: int) -> tuple[Engine, 
         return engines[0], names
     seconds = config.engine.update_seconds
     return EnginePool(engines, update_seconds=seconds, version=version), names
+
+
+def engine_maker(
+    config: Config, workload: Workload, version: int
+) -> Callable[[str], SimulatedEngine]:
+    """Makes an engine of this name, which serves `version`, as `config.simulate` states it."""
+    stated = config.simulate
+    load: dict[str, Any] = {"tokens_per_work": stated.tokens_per_second}
+    if stated.rollout_tokens is not None:
+        curve = curve_of(stated.engine.throughput)
+        load = {"speed": cache(lambda num: curve(num) / num), "slots": stated.engine.slots}
+
+    def make(name: str) -> SimulatedEngine:
+        return SimulatedEngine(
+            turn=workload.turn,
+            **load,
+            sync_seconds=stated.weight_sync_seconds,
+            recompute_seconds=stated.recompute_seconds,
+            update_mode=config.engine.update_mode,
+            stamps_tokens=config.engine.stamps_tokens,
+            version=version,
+            name=name,
+        )
+
+    return make
 
 
 def tasks_of(config: Config) -> TaskSource:

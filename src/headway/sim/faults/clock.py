@@ -8,10 +8,7 @@ from typing import Any
 
 from headway.sim.clock import VirtualTimeLoop
 from headway.sim.faults.disk import Disk
-
-
-class Killed(BaseException):
-    """The process is no more. Out of reach of every handler: raised between two callbacks."""
+from headway.sim.faults.kill import Killed
 
 
 class FaultLoop(VirtualTimeLoop):

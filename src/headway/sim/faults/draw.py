@@ -1,7 +1,9 @@
 """Schedules from seeds: every policy, small runs, and a few faults in each of a few lives."""
 
+import math
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from headway.sim.faults.schedule import TRAINER_STAGES, Fault, FaultKind, Schedule
@@ -28,28 +30,39 @@ _WEIGHTS: Mapping[FaultKind, float] = {
     _KIND.CLOCK_JUMP: 2,
     _KIND.STOP: 3,
 }
-_POWERS = (1.0, 3.7)
-"""Of ten: the callbacks among which half of the kills are drawn, the other half evenly."""
 _NUM_CALLS = 1_500
+"""Of functions, among which kills of a resume are drawn."""
 
 
-def draw(
-    seed: int, config: Mapping[str, Any] | None = None, seconds: float | None = None
-) -> Schedule:
-    """The schedule of a seed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A run that is to be broken, where it is not drawn.
 
     Args:
-        config: sections of a configuration, instead of a drawn one.
-        seconds: how long such a run takes undisturbed, in virtual seconds.
+        config: sections of the configuration.
+        seconds: how long it takes undisturbed, in virtual seconds.
+        num_callbacks: that its event loop runs meanwhile: kills are drawn among them.
     """
+
+    config: Mapping[str, Any]
+    seconds: float
+    num_callbacks: int = 5_000
+
+
+def draw(seed: int, workload: Workload | None = None) -> Schedule:
+    """The schedule of a seed, on a drawn run or on the one that is stated."""
     chance = random.Random(seed)
     drawn = draw_config(chance, seed)
-    if config is None:
-        config, seconds = drawn, 4.0 * drawn["run"]["steps"]
-    return Schedule(seed=seed, config=config, faults=draw_faults(chance, seconds or 60.0))
+    workload = workload or Workload(config=drawn, seconds=4.0 * drawn["run"]["steps"])
+    return Schedule(
+        seed=seed,
+        config=workload.config,
+        faults=draw_faults(chance, workload.seconds, workload.num_callbacks),
+        seconds=workload.seconds,
+    )
 
 
-def draw_faults(chance: random.Random, seconds: float) -> tuple[Fault, ...]:
+def draw_faults(chance: random.Random, seconds: float, num_callbacks: int) -> tuple[Fault, ...]:
     """What goes wrong; every life but the last is cut off, more often than not."""
     num_lives = chance.choice((1, 1, 2, 2, 3, 4))
     faults = []
@@ -57,9 +70,10 @@ def draw_faults(chance: random.Random, seconds: float) -> tuple[Fault, ...]:
         for kind in chance.choices([*_WEIGHTS], [*_WEIGHTS.values()], k=chance.randrange(5)):
             faults.append(_fault(chance, kind, life, seconds / num_lives))
         if chance.random() < 0.6:
+            # Half of them evenly, half of them early: there a resume has just begun.
             is_early = chance.random() < 0.5
-            at = 10 ** chance.uniform(*_POWERS) if is_early else chance.uniform(0, 10 ** _POWERS[1])
-            at = float(round(at))
+            power = chance.uniform(1.0, math.log10(num_callbacks))
+            at = float(round(10**power if is_early else chance.uniform(0, num_callbacks)))
             faults.append(Fault(kind=_KIND.KILL, life=life, at=at, which=chance.randrange(2)))
         if life and chance.random() < 0.15:
             at = float(chance.randrange(1, _NUM_CALLS))

@@ -7,12 +7,10 @@ and trainer let time pass, and break as the schedule says.
 
 import asyncio
 import contextlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from headway.core.records import Record
@@ -25,17 +23,17 @@ from headway.loop.outcome import Outcome, outcome_of
 from headway.ports import Ports
 from headway.resume import Recovered, recover
 from headway.sim.clock import Deadlock
-from headway.sim.engine import SimulatedEngine
 from headway.sim.environment import SimulatedEnvironment
-from headway.sim.faults.clock import FaultLoop, Killed
+from headway.sim.faults.clock import FaultLoop
 from headway.sim.faults.disk import Disk
 from headway.sim.faults.engine import FaultyEngine
 from headway.sim.faults.environment import FaultyEnvironment
 from headway.sim.faults.invariants import Invariants
+from headway.sim.faults.kill import Killed, killed_at, snapshot
 from headway.sim.faults.schedule import Fault, FaultKind, Schedule
 from headway.sim.faults.strays import corrupt, plant
 from headway.sim.faults.trainer import FileTrainer
-from headway.sim.run import tasks_of
+from headway.sim.run import engine_maker, tasks_of
 from headway.sim.workload import Workload
 from headway.store.database import RunDatabase
 from headway.store.journal import GroupedJournal
@@ -43,10 +41,6 @@ from headway.store.run_dir import JsonLines, RunDir
 from headway.store.run_store import ParquetRunStore
 from headway.trainer.link import FolderTrainerLink
 from headway.weights.folder import FolderWeightChannel
-
-TIME_LIMIT = 4_000.0
-"""Virtual seconds after which a life should have ended by itself, whatever is broken."""
-_PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +90,7 @@ class _Life:
         self._run_dir = run_dir
         self._invariants = invariants
         self._faults = schedule.of_life(life)
+        self._time_limit = schedule.time_limit
         self._fired: set[Fault] = set()
         self._disk = Disk(self._faults, self._now, hash((schedule.seed, life)))
         kills = self._of_kind(FaultKind.KILL)
@@ -155,7 +150,7 @@ class _Life:
             self._run_dir.write_config(self._config)
             return RunDatabase(self._run_dir.ledger, is_safe=False)
         kills = self._of_kind(FaultKind.KILL_IN_RECOVERY)
-        with _killed_at(int(kills[0].at) if kills else None):
+        with killed_at(int(kills[0].at) if kills else None):
             self._recovered = recover(self._config, self._run_dir, self._model_dir)
         return self._recovered.database
 
@@ -177,14 +172,22 @@ class _Life:
         except Deadlock as error:
             endless = str(error)
         except TimeoutError:
-            endless = f"it had not ended after {TIME_LIMIT:g} s"
+            endless = f"it had not ended after {self._time_limit} s"
         left_over: list[str] = []
         if not is_killed:
             left_over = [str(task) for task in asyncio.all_tasks(self._loop)]
             left_over += self._loop.unhandled
             self._loop.finish_calls()
         report = self._report(outcome, left_over=tuple(left_over), endless=endless)
+        before = snapshot(self._run_dir.path) if is_killed else {}
         self._loop.bury()
+        if is_killed:
+            after = snapshot(self._run_dir.path)
+            self._invariants.require(
+                before == after,
+                "a killed process writes nothing",
+                lambda: f"{sorted(before.items() ^ after.items())}",
+            )
         if self._metrics is not None:
             with contextlib.suppress(StoreError):  # rows were lost on a full disk
                 self._metrics.close()
@@ -224,7 +227,7 @@ class _Life:
     async def _main(self) -> Outcome:
         """As `headway run` does it."""
         try:
-            async with asyncio.timeout(TIME_LIMIT):
+            async with asyncio.timeout(self._time_limit):
                 outcome = await self._start_and_run()
         finally:
             if self._trainer is not None:
@@ -270,19 +273,10 @@ class _Life:
         return await self._end_trainer(outcome)
 
     def _pool(self, version: int) -> EnginePool:
-        config, simulate = self._config, self._config.simulate
+        config = self._config
+        make = engine_maker(config, self._workload, version)
         for number in range(config.engine.count):
-            start = partial(
-                SimulatedEngine,
-                turn=self._workload.turn,
-                tokens_per_work=simulate.tokens_per_second,
-                sync_seconds=simulate.weight_sync_seconds,
-                recompute_seconds=simulate.recompute_seconds,
-                update_mode=config.engine.update_mode,
-                stamps_tokens=config.engine.stamps_tokens,
-                version=version,
-                name=f"engine-{number}",
-            )
+            start = partial(make, f"engine-{number}")
             faults = [one for one in self._faults if one.which % config.engine.count == number]
             loaded = partial(self._invariants.loaded, f"engine-{number}")
             self._engines.append(FaultyEngine(start, version=version, faults=faults, loaded=loaded))
@@ -397,28 +391,3 @@ class _WatchedLink(FolderTrainerLink):
         """As the real one."""
         self._invariants.handed_over(batch)
         await super().ship(batch)
-
-
-@contextlib.contextmanager
-def _killed_at(call: int | None) -> Iterator[None]:
-    """Raise Killed at this call of a function, counted from here; None: never."""
-    if call is None:
-        yield
-        return
-    count = 0
-
-    def count_calls(frame: FrameType, event: str, _: object) -> None:
-        nonlocal count
-        # Calls that Headway's own code makes: its functions, and those of the system and SQLite.
-        if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(_PACKAGE):
-            return
-        count += 1
-        if count == call:
-            sys.setprofile(None)
-            raise Killed
-
-    sys.setprofile(count_calls)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)

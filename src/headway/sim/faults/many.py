@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from headway.collector import tame_collector
-from headway.sim.faults.draw import draw
+from headway.sim.faults.draw import Workload, draw
 from headway.sim.faults.run import Report, run_schedule
 from headway.sim.faults.schedule import Schedule
 
@@ -17,19 +17,10 @@ _CHUNK = 20
 """Seeds that a process runs before it reports."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What is broken, where it is not drawn: sections of a configuration, and how long such a run
-    takes undisturbed, in virtual seconds."""
-
-    config: Mapping[str, Any]
-    seconds: float
-
-    @classmethod
-    def measured(cls, config: Mapping[str, Any]) -> "Workload":
-        """Run it once without faults to see how long it takes."""
-        report = run_schedule(Schedule(seed=0, config=config))
-        return cls(config=config, seconds=sum(life.seconds for life in report.lives))
+def measured(config: Mapping[str, Any]) -> Workload:
+    """A run, once without faults, to see how long it takes."""
+    (life,) = run_schedule(Schedule(seed=0, config=config)).lives
+    return Workload(config=config, seconds=life.seconds, num_callbacks=life.num_callbacks)
 
 
 @dataclass(slots=True)
@@ -59,13 +50,6 @@ class Tally:
         self.ends.update(other.ends)
         self.fired.update(other.fired)
         self.failed += other.failed
-
-
-def schedule_of(seed: int, workload: Workload | None) -> Schedule:
-    """The schedule of a seed, on a drawn run or on the one that is stated."""
-    if workload is None:
-        return draw(seed)
-    return draw(seed, workload.config, workload.seconds)
 
 
 def run_seeds(
@@ -104,5 +88,5 @@ def run_seeds(
 def _run_chunk(seeds: Sequence[int], workload: Workload | None) -> Tally:
     tally = Tally()
     for seed in seeds:
-        tally.add(run_schedule(schedule_of(seed, workload)))
+        tally.add(run_schedule(draw(seed, workload)))
     return tally

@@ -112,11 +112,18 @@ class Schedule:
     Args:
         seed: that it was drawn from, or that the parts of the run draw from.
         config: sections of the configuration, as a file would have them.
+        seconds: how long the run takes undisturbed, in virtual seconds; None: unknown.
     """
 
     seed: int
     config: Mapping[str, Any]
     faults: tuple[Fault, ...] = ()
+    seconds: float | None = None
+
+    @property
+    def time_limit(self) -> float | None:
+        """Virtual seconds after which any life of it should have ended, whatever is broken."""
+        return None if self.seconds is None else 3_000.0 + 20 * self.seconds
 
     def resolved(self) -> Config:
         """The configuration. Raises pydantic's ValidationError."""
@@ -152,7 +159,12 @@ class Schedule:
             faults = tuple(
                 Fault(**{**one, "kind": FaultKind(one["kind"])}) for one in content["faults"]
             )
-            return cls(seed=int(content["seed"]), config=content["config"], faults=faults)
+            return cls(
+                seed=int(content["seed"]),
+                config=content["config"],
+                faults=faults,
+                seconds=content.get("seconds"),
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"this is no schedule of faults ({type(error).__name__}: {error}): give one as "
