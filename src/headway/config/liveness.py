@@ -36,7 +36,12 @@ class LivenessConfig(Section):
     """For any of the rollouts that an evaluation still lacks to come back."""
 
     @classmethod
+    def all_of(cls, seconds: float) -> Self:
+        """The same limit for every part."""
+        limits = [name for name in cls.model_fields if name.endswith("_seconds")]
+        return cls.model_validate(dict.fromkeys(limits, seconds))
+
+    @classmethod
     def unlimited(cls) -> Self:
         """For times that are not those of this machine: a replay, a plan."""
-        limits = [name for name in cls.model_fields if name.endswith("_seconds")]
-        return cls.model_validate(dict.fromkeys(limits, _FOR_EVER))
+        return cls.all_of(_FOR_EVER)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headway.config import LivenessConfig
 from headway.sim.faults.schedule import TRAINER_STAGES, Fault, FaultKind, Schedule
 
 _KIND = FaultKind
@@ -30,6 +31,8 @@ _WEIGHTS: Mapping[FaultKind, float] = {
     _KIND.CLOCK_JUMP: 2,
     _KIND.STOP: 3,
 }
+STALL_SECONDS = 150.0
+"""Limit of every part: short, so that what hangs is soon found."""
 _NUM_CALLS = 1_500
 """Of functions, among which kills of a resume are drawn."""
 
@@ -122,7 +125,7 @@ def draw_config(chance: random.Random, seed: int) -> dict[str, Any]:
         "run": {
             "steps": chance.randrange(5, 12),
             "seed": seed,
-            "stall_seconds": 150.0,
+            "stall_seconds": STALL_SECONDS,
             "shutdown_seconds": chance.choice((5.0, 20.0, 40.0)),
             "metrics_interval_seconds": 5.0,
             "max_empty_batches": 100_000,
@@ -147,6 +150,7 @@ def draw_config(chance: random.Random, seed: int) -> dict[str, Any]:
         },
         "envs": envs,
         "eval": {"every": chance.choice((0, 0, 3)), "num_tasks": 2, "max_concurrent": 2},
+        "liveness": LivenessConfig.all_of(STALL_SECONDS).model_dump(mode="json"),
         "engine": {
             "count": chance.choice((1, 2, 2, 3)),
             "update_mode": chance.choice(("keep", "interrupt", "finish")),
