@@ -257,8 +257,8 @@ class Orchestrator:
             await self._journal.flush()
             await self._ports.trainer.finish(self.ship_gate.num_shipped)
         except HeadwayError as error:
-            if outcome.error is None:
-                outcome = outcome_of(error)
+            self._event("error", str(error))  # also when something else ended the run before
+            outcome = outcome if outcome.error else outcome_of(error)
         return outcome
 
     async def _run_parts(self) -> Outcome:
