@@ -9,7 +9,6 @@ from typing import Any
 from headway.config import Config
 from headway.core.ledger import SampleState
 from headway.core.records import Record, RunState, Served
-from headway.core.rollout import Batch
 from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome
 from headway.ports import Journal
@@ -17,7 +16,6 @@ from headway.sim.clock import run_virtual
 from headway.sim.disk import SimulatedDisk
 from headway.sim.run import build_simulation
 from headway.sim.trainer import RowList
-from headway.store.batches import batch_path, read_batch
 from headway.store.journal import MAX_RECORDS
 from headway.store.recovery import adopt_batch, read_state
 
@@ -117,8 +115,3 @@ def live(
         return Life(orchestrator, outcome, state, rows.rows, trace.rows)
 
     return run_virtual(main())
-
-
-def batches_of(folder: Path, steps: int) -> list[Batch]:
-    """All batches of a run."""
-    return [read_batch(batch_path(folder, step)) for step in range(steps)]

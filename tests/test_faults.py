@@ -8,6 +8,7 @@ import pytest
 
 from headway.cli import main
 from headway.errors import ConfigError
+from headway.loop.dispatcher import Dispatcher
 from headway.sim.faults.draw import draw
 from headway.sim.faults.run import Report, run_schedule, shrink
 from headway.sim.faults.schedule import Fault, FaultKind, Schedule
@@ -56,9 +57,9 @@ def test_a_schedule_is_data(tmp_path: Path) -> None:
 def test_a_failing_seed_is_told_and_shrunk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A run that loses what is in the spool, told as a user sees it."""
+    """A resume that forgets the prompts that were running, told as a user sees it."""
     seed = 1
-    monkeypatch.setattr("headway.store.recovery._accepted", lambda database: [])
+    monkeypatch.setattr(Dispatcher, "restore", lambda self, state: None)
     code = main(["simulate", "--faults", str(seed)])
     said = capsys.readouterr().out
     assert code == 1
@@ -72,7 +73,7 @@ def test_a_failing_seed_is_told_and_shrunk(
 
 
 def test_shrinking_keeps_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.store.recovery._accepted", lambda database: [])
+    monkeypatch.setattr(Dispatcher, "restore", lambda self, state: None)
     report = run_schedule(draw(1))
     assert report.violation is not None
     short = shrink(report)

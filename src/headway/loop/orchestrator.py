@@ -285,8 +285,8 @@ class Orchestrator:
         try:
             await self._save()
         except HeadwayError as error:
-            if outcome.error is None:
-                outcome = outcome_of(error)
+            self._event("error", str(error))  # also when something else ended the run before
+            outcome = outcome if outcome.error else outcome_of(error)
         return outcome
 
     async def _save(self) -> None:

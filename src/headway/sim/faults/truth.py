@@ -8,6 +8,7 @@ from headway.errors import RunDirError
 from headway.sim.faults.invariants import Invariants
 from headway.sim.faults.life import LifeReport
 from headway.sim.faults.schedule import Fault, FaultKind
+from headway.store.audit import audit
 from headway.store.database import RunDatabase
 from headway.store.run_dir import RunDir
 from headway.trainer.checkpoints import latest_checkpoint
@@ -96,7 +97,8 @@ def check_end(report: LifeReport, config: Config, run_dir: RunDir, invariants: I
     ejected = [text for _, text in report.events if "ejected" in text]
     is_well = reason == "completed" and not touched  # a stop cuts loads off
     require(not (is_well and ejected), "healthy engines stay", lambda: f"{ejected}")
-    if not report.is_abandoned and reason != "store_failed":
+    is_full = any(fault.kind is FaultKind.FULL_DISK for fault in report.fired)
+    if not report.is_abandoned and (reason == "completed" or not is_full):
         _check_ledger(report, config, run_dir, invariants)
     if reason in ("completed", "interrupted") and not invariants.violation:
         _check_saved(report, config, run_dir, invariants)
@@ -177,21 +179,5 @@ def _check_saved(
             f"sound {sorted(invariants.sound_checkpoints)}"
         ),
     )
-    _check_prompts(invariants)
-
-
-def _check_prompts(invariants: Invariants) -> None:
-    shadow = invariants.shadow
-    positions = {sample.task.position for sample in shadow.samples.values()}
-    invariants.require(
-        positions == set(range(shadow.next_position)),
-        "no prompt is skipped",
-        lambda: f"{sorted(set(range(shadow.next_position)) - positions)} of {shadow.next_position}",
-    )
-    dropped = [one for one in shadow.samples.values() if one.state is SampleState.DROPPED]
-    again = len(shadow.samples) - len(positions)
-    invariants.require(
-        again == len(dropped) - len(shadow.waiting),
-        "only prompts of dropped samples are issued again",
-        lambda: f"{again} issued again, {len(dropped)} dropped, {len(shadow.waiting)} waiting",
-    )
+    for problem in audit(config, run_dir.path, num_batches):
+        invariants.broken("what is on disk is in order", problem)
