@@ -6,8 +6,8 @@ that answers `LONG_PER_SECOND` times a second with long ones, which is when a st
 work that is due. *Loop* is the CPU time of the event loop's own thread; *all* adds the threads that
 write, which share the interpreter with it. *Kept* is what lies on disk at the end, and *written* is
 all that was written to get there, per token of the batches; *amplification* is the latter over the
-bytes of a token (id, log-probability, mask bit). A stall includes what other programs on the same
-cores cause: compare it with that of keeping nothing.
+bytes of a token (id, log-probability, mask bit). A *stall* includes what other programs on the same
+cores cause; *own* is without the time in which the loop's thread waited for a core.
 
     python -m benchmarks.durability [--json]
 """
@@ -42,20 +42,22 @@ IN_FLIGHT = 256
 NUM_SHORT, NUM_LONG = 20_000, 2_000
 LONG_PER_SECOND = 200
 """Of 8,192 tokens each: 1.6 million tokens a second."""
+NUM_ANSWERS = 512
+"""That differ: more than a batch file holds, whose compression would find repetitions."""
 PROBE_SECONDS = 0.001
 TOKEN_BYTES = 4 + 4 + 1 / 8
 """Of a token in the spool: id, log-probability, mask bit."""
 
 
 class TokenEngine(InstantEngine):
-    """Answers with a number of tokens, which differ from request to request."""
+    """Answers with a number of random tokens."""
 
     def __init__(self, in_flight: int, num_tokens: int) -> None:
         super().__init__(in_flight)
         rng = np.random.default_rng(0)
         self._rng = rng
-        self._tokens = rng.integers(0, 150_000, 4 * num_tokens, np.int32)
-        self._probabilities = np.log(rng.random(4 * num_tokens, np.float32) + 1e-6)
+        self._tokens = rng.integers(0, 150_000, NUM_ANSWERS * num_tokens, np.int32)
+        self._probabilities = np.log(rng.random(len(self._tokens), np.float32) + 1e-6)
         self._num_tokens = num_tokens
         self._num_answers = 0
 
@@ -66,8 +68,8 @@ class TokenEngine(InstantEngine):
             await asyncio.sleep(0)
         else:
             await asyncio.sleep(self._rng.uniform(0.5, 1.5) * IN_FLIGHT / LONG_PER_SECOND)
+        start = self._num_answers % NUM_ANSWERS * self._num_tokens
         self._num_answers += 1
-        start = 97 * self._num_answers % (3 * self._num_tokens)
         span = slice(start, start + self._num_tokens)
         return Completion(
             token_ids=self._tokens[span],
@@ -98,12 +100,24 @@ class CountingStore:
         raise NotImplementedError
 
 
-async def _probe(late: list[float]) -> None:
+async def _probe(late: list[float], own: list[float]) -> None:
+    """How late a timer fires; `own` without the time in which the loop's thread waited for a core
+    (Linux; elsewhere all of it), so that it can be told on a busy machine."""
     loop = asyncio.get_running_loop()
     while True:
-        before = loop.time()
+        before, queued = loop.time(), _queued_seconds()
         await asyncio.sleep(PROBE_SECONDS)
         late.append(max(loop.time() - before - PROBE_SECONDS, 0.0))
+        own.append(max(late[-1] - (_queued_seconds() - queued), 0.0))
+
+
+def _queued_seconds() -> float:
+    """How long this thread has been ready to run without a core."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 async def measure(kept: str, num_tokens: int, folder: Path) -> dict[str, Any]:
@@ -125,7 +139,8 @@ async def measure(kept: str, num_tokens: int, folder: Path) -> dict[str, Any]:
     running = asyncio.ensure_future(orchestrator.run())
     await _until_admitted(orchestrator, 2 * IN_FLIGHT)
     late: list[float] = []
-    probe = asyncio.ensure_future(_probe(late))
+    own_late: list[float] = []
+    probe = asyncio.ensure_future(_probe(late, own_late))
     begun = orchestrator.dispatcher.admissions
     tokens, cpu, own, wall = (
         store.num_tokens,
@@ -154,6 +169,7 @@ async def measure(kept: str, num_tokens: int, folder: Path) -> dict[str, Any]:
         "loop_us_per_rollout": own / done * 1e6,
         "all_us_per_rollout": cpu / done * 1e6,
         "stall_p999_ms": float(np.quantile(late, 0.999)) * 1e3,
+        "own_stall_p999_ms": float(np.quantile(own_late, 0.999)) * 1e3,
         "wall_seconds": wall,
         "num_transactions": journal.num_transactions,
         "kept_bytes_per_token": _bytes_of(folder) / store.num_tokens,
@@ -196,12 +212,14 @@ def main() -> None:
     print("Durability (wall clock, instant engine)")
     print(
         f"{'kept':<20} {'tokens':>7} {'loop us':>8} {'all us':>8} {'stall p99.9 ms':>15} "
+        f"{'own ms':>7} "
         f"{'kept B/token':>13} {'written B/token':>16} {'amplification':>14}"
     )
     for row in rows:
         print(
             f"{row['kept']:<20} {row['tokens']:>7,} {row['loop_us_per_rollout']:>8.1f} "
             f"{row['all_us_per_rollout']:>8.1f} {row['stall_p999_ms']:>15.2f} "
+            f"{row['own_stall_p999_ms']:>7.2f} "
             f"{row['kept_bytes_per_token']:>13.2f} {row['written_bytes_per_token']:>16.2f} "
             f"{row['write_amplification']:>14.2f}"
         )
@@ -214,6 +232,7 @@ def _print_added(rows: list[dict[str, Any]]) -> None:
     for num_tokens, name, unit, key in (
         (SHORT, "the loop, per instant rollout", "us", "loop_us_per_rollout"),
         (LONG, "its stalls (p99.9)", "ms", "stall_p999_ms"),
+        (LONG, "its own stalls (p99.9)", "ms", "own_stall_p999_ms"),
     ):
         added = by_case[num_tokens, KEPT[2]][key] - by_case[num_tokens, KEPT[0]][key]
         print(f"added to {name}: {added:.1f} {unit}")
