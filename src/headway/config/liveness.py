@@ -32,7 +32,7 @@ class LivenessConfig(Section):
     """For the task source to give a prompt when there is room for one."""
     rollout_seconds: Seconds = 60.0
     """For a rollout to end once it was told to, its `rollout.deadline_seconds` being over."""
-    eval_seconds: Seconds = 1800.0
+    eval_seconds: Seconds = 3600.0
     """For any of the rollouts that an evaluation still lacks to come back."""
 
     @classmethod
