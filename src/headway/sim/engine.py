@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.config import UpdateMode
 from headway.core.rollout import Completion, FinishReason
@@ -52,6 +53,7 @@ class SimulatedEngine:
         self._stamps_tokens = stamps_tokens
         self._name = name
         self._tokens_per_work = tokens_per_work
+        self._logprobs = np.zeros(0, np.float32)
         self._versions = [version]
         self._served_from = [-1.0]
         """The work clock from which each version was served."""
@@ -74,10 +76,17 @@ class SimulatedEngine:
         token_ids[0] = turn.key
         return Completion(
             token_ids=token_ids,
-            logprobs=np.zeros(turn.num_tokens, np.float32),
+            logprobs=self._zeros(turn.num_tokens),
             version_runs=self._stamps(job),
             finish_reason=FinishReason.STOP,
         )
+
+    def _zeros(self, count: int) -> NDArray[np.float32]:
+        """Log-probabilities that nobody reads: one array for all requests, not to be written to."""
+        if len(self._logprobs) < count:
+            self._logprobs = np.zeros(2 * count, np.float32)
+            self._logprobs.flags.writeable = False
+        return self._logprobs[:count]
 
     def _stamps(self, job: Job) -> VersionRuns:
         work, num_tokens, *_ = job.turn
