@@ -79,12 +79,12 @@ def select(
 
 def _is_lost(one: Candidate, step: int, bound: Bound) -> bool:
     """Whether nothing of a sample may be trained in batch `step`, nor in a later one."""
-    if one.head is None or one.tail is None:
-        return False
     oldest = step - bound.max_age
+    if one.head is None or one.tail is None or one.head >= oldest:
+        return False
     match bound.remedy(one.env):
         case OverBound.DROP:
-            return one.head < oldest
+            return True
         case OverBound.TRIM:
             return one.tail < oldest
         case _:

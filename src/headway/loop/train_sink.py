@@ -131,8 +131,9 @@ class TrainSink:
         taken = []
         for group_id in sorted(selection.taken):
             candidate, trainable = self._buffer.pop(group_id)
-            if self._bound.remedy(candidate.env) is OverBound.TRIM:
-                trainable = _trimmed(candidate, trainable, oldest)
+            is_over = candidate.head is not None and candidate.head < oldest
+            if is_over and self._bound.remedy(candidate.env) is OverBound.TRIM:
+                trainable = _trimmed(trainable, oldest)
             self._ledger.move(group_id, SampleState.BATCHED)
             self.bias.add(trainable.group, Fate.TRAINED)
             taken.append(trainable)
@@ -177,9 +178,7 @@ def _candidate(group: Group, admitted_version: int) -> Candidate:
     )
 
 
-def _trimmed(candidate: Candidate, trainable: TrainableGroup, oldest: int) -> TrainableGroup:
-    if candidate.head is None or candidate.head >= oldest:
-        return trainable
+def _trimmed(trainable: TrainableGroup, oldest: int) -> TrainableGroup:
     group = trainable.group
     rollouts = tuple(trimmed(rollout, oldest) for rollout in group.rollouts)
     return TrainableGroup(
