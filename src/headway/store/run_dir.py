@@ -173,7 +173,8 @@ class JsonLines:
             self.num_lost += 1
             return
         try:
-            self._block += self._encoder.encode(row) + b"\n"
+            self._encoder.encode_into(row, self._block, -1)
+            self._block += b"\n"
             if len(self._block) >= self._block_bytes:
                 self._flush()
         except Exception as error:  # a row of any content must not end the run; close() reports it
