@@ -128,7 +128,7 @@ def test_the_formula(
     assert gate.capacity(state) == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_ledger_conserves_samples_and_refuses_moves_without_an_arrow(
     data: st.DataObject,
