@@ -1,8 +1,8 @@
 """What generation makes: completions, rollouts, and the groups that share a baseline.
 
 Tokens live in numpy arrays (Python lists of ints cost 32 B a token); versions live as runs. What is
-made for every rollout is a `msgspec.Struct`: a frozen dataclass costs 0.2 us a field to make, which
-was a tenth of the whole control loop. Copy with `msgspec.structs.replace`.
+made for every rollout is a `msgspec.Struct`: frozen dataclasses, with a call for every field, were
+a sixth of the control loop's instructions. Copy with `msgspec.structs.replace`.
 """
 
 from collections.abc import Mapping
