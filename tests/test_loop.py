@@ -720,3 +720,23 @@ def test_a_second_stop_in_the_instant_when_the_window_ends_is_harmless(turns: in
     run = simulate_in_memory(config, script=stop_again)
     assert run.outcome.exit_reason == "interrupted"
     assert stopped or turns > 1, "stop() raised, or the run had ended"
+
+
+def test_an_evaluation_that_falls_due_as_the_run_ends_is_not_started() -> None:
+    """Its tasks would belong to a TaskGroup that is shutting down, which raises."""
+    running: list[int] = []
+
+    async def end_and_evaluate(orchestrator: Orchestrator) -> None:
+        await asyncio.sleep(5)
+        dispatcher = orchestrator.dispatcher
+        dispatcher.abandon()
+        assert orchestrator.eval_sink.start(7)
+        running.append(dispatcher.statistics().num_eval_running)
+        orchestrator.stop()
+        orchestrator.stop()
+
+    simulate_in_memory(
+        sim_config(eval={"every": 1000, "num_tasks": 2}, simulate={"rollout_seconds": 2}),
+        script=end_and_evaluate,
+    )
+    assert running == [0]

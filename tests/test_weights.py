@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from headway.errors import WeightsError
 from headway.ports import PublishedWeights
+from headway.sim.faults.clock import FaultLoop
+from headway.sim.faults.disk import Disk
 from headway.weights.folder import (
     COMPLETE,
     MANIFEST,
@@ -42,7 +44,7 @@ def make_source(folder: Path, **config: Any) -> Path:
 
 
 def newest(directory: Path, version: int = 0) -> PublishedWeights | None:
-    """What a watcher gets within a moment, or None."""
+    """What a watcher gets within a moment of virtual time, or None."""
 
     async def ask() -> PublishedWeights | None:
         try:
@@ -51,7 +53,11 @@ def newest(directory: Path, version: int = 0) -> PublishedWeights | None:
         except TimeoutError:
             return None
 
-    return asyncio.run(ask())
+    loop = FaultLoop(Disk((), lambda: 0.0, 0))
+    try:
+        return loop.run_until_complete(ask())
+    finally:
+        loop.close()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,6 +15,7 @@ from headway.sim.faults.run import Report, run_schedule, shrink
 from headway.sim.faults.schedule import Schedule
 from headway.views.faults import as_dict, failure_lines, report_lines, tally_lines
 
+_MOST_NAMED = 20
 _MAX_SHRUNK = 3
 """Failing seeds of a range that are told in full."""
 
@@ -109,7 +110,8 @@ def _silent(_: Tally) -> None:
 
 def _tell(tally: Tally) -> None:
     """One line that is written over where that can be done, else one a thousand seeds."""
-    line = f"{tally.num_seeds:,} seeds, {len(tally.failed)} failed"
+    failed = f": {', '.join(map(str, tally.failed[:_MOST_NAMED]))}" if tally.failed else ""
+    line = f"{tally.num_seeds:,} seeds, {len(tally.failed)} failed{failed}"
     if sys.stderr.isatty():
         print(f"\r{line}", end="", file=sys.stderr, flush=True)
     elif tally.num_seeds % 1000 == 0:

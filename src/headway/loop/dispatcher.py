@@ -308,6 +308,8 @@ class Dispatcher:
     def _start_samples(self, tasks: asyncio.TaskGroup) -> int:
         """Start what may start, at most `BURST`: a large opening must not freeze the loop."""
         started = 0
+        if self._is_abandoned:  # an evaluation may fall due in the very turn in which the run ends
+            return 0
         if not self._paused:
             while (
                 started < BURST and self._evals and self._num_eval_running < self._eval_concurrent

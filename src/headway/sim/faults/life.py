@@ -121,7 +121,8 @@ class _Life:
         try:
             self._break_folder()
             try:
-                self._database = self._disk.call(self._open)
+                # A run that could not even be made leaves nothing to go on with.
+                self._database = self._disk.call(self._open) if self._life else self._open()
             except Killed:
                 self._fired.update(self._of_kind(FaultKind.KILL_IN_RECOVERY))
                 return self._report(None)
@@ -244,9 +245,9 @@ class _Life:
     async def _start_and_run(self) -> Outcome:
         recovered, config = self._recovered, self._config
         version = recovered.state.version if recovered else 0
-        self._disk.call(self._run_dir.write_config, config)
-        self._metrics = self._run_dir.open_metrics()
         try:
+            self._disk.call(self._run_dir.write_config, config)
+            self._metrics = self._run_dir.open_metrics()
             self._trainer = FileTrainer(
                 self._run_dir.path,
                 config,
@@ -262,6 +263,8 @@ class _Life:
             await pool.connect()
         except HeadwayError as error:
             return outcome_of(error)
+        except OSError as error:  # the command would print it
+            return outcome_of(StoreError(str(error)))
         orchestrator = self._orchestrator = self._make_orchestrator(pool)
         engines = {engine.name: engine for engine in self._engines}
         self._invariants.runs(

@@ -5,6 +5,7 @@ import logging
 import shutil
 import tempfile
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,9 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            # Of coroutines that a killed process had not begun.
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            yield
     finally:
         logging.disable(before)

@@ -26,7 +26,8 @@ _ENGINES = frozenset(
     }
 )
 MAY_END: Mapping[FaultKind, frozenset[str]] = {
-    **dict.fromkeys(_ENGINES, frozenset({"engine_failed"})),
+    # With no engine live, what comes first: requests that were retried in vain, or the watchdog.
+    **dict.fromkeys(_ENGINES, frozenset({"engine_failed", "stalled"})),
     FaultKind.ENV_ERROR: frozenset({"environment_failed"}),
     FaultKind.ENV_HANG: frozenset({"environment_failed"}),
     FaultKind.TRAINER_CRASH: frozenset({"trainer_failed"}),
