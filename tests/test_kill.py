@@ -70,7 +70,9 @@ def kill(run: Run, victims: tuple[str, ...]) -> None:
 
 def test_a_run_killed_again_and_again_trains_every_finished_sample_once(tmp_path: Path) -> None:
     chance = random.Random(SEED)
-    killed = Killed(tmp_path, "--actor.checkpoint_every", "3", steps=1_000_000)
+    # Hardly any learning: a policy that answers all would leave little to train on.
+    options = "--actor.checkpoint_every 3 --actor.optimizer.lr 1e-6 --run.max_empty_batches 1000"
+    killed = Killed(tmp_path, *options.split(), steps=1_000_000)
     shipped: dict[Path, bytes] = {}
     finished: set[int] = set()
     for number in range(NUM_KILLS):

@@ -235,14 +235,20 @@ def test_a_preempted_run_says_that_it_should_be_started_again(
     assert_conserved(second["samples"])
 
 
-def test_a_preemption_before_the_run_is_up_is_not_lost(start: Callable[..., Run]) -> None:
-    run = start("--run.preempt_signal", "SIGTERM")
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [(signal.SIGTERM, 143, "interrupted"), (signal.SIGUSR1, 75, "preempted")],
+)
+def test_a_signal_before_the_run_is_up_ends_its_start(
+    start: Callable[..., Run], number: signal.Signals, code: int, reason: str
+) -> None:
+    run = start()
     run.until(lambda: (run.dir / "logs" / "trainer.log").exists())
-    run.process.send_signal(signal.SIGTERM)
-    code, summary, said = run.end()
-    assert code == 75, said
-    assert summary["steps"] == 0
-    assert_conserved(summary["samples"])
+    run.process.send_signal(number)
+    found, summary, said = run.end()
+    assert found == code, said
+    assert (summary["exit_reason"], summary["exit_code"]) == (reason, code)
+    assert summary["steps"] == 0 == summary["samples"]["admitted"]
 
 
 def test_an_environment_that_ignores_its_cancellation_cannot_hold_up_the_end(

@@ -10,9 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,9 @@ from headway.trainer.link import FolderTrainerLink
 from headway.versions_of import versions_of
 from headway.views.report import write_report
 from headway.weights.folder import FolderWeightChannel
+
+TELL_SECONDS = 10.0
+"""Between two lines that say what a start waits for."""
 
 
 def run(
@@ -130,45 +132,89 @@ class _RealRun:
         self.is_abandoned = False
         self._started_at: float | None = None
         self._began_at = 0.0
-        self._preempt_signal = signal.Signals[config.run.preempt_signal]
-        self._is_preempted = False
-        self._preempt: Callable[[], None] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._engines: Fleet | None = None
+        self._orchestrator: Orchestrator | None = None
+        self._stopped: Outcome | None = None
 
     async def main(self, versions: Mapping[str, str]) -> dict[str, Any]:
         """Start, run, stop; there is a summary whatever happens."""
         started_at = time.monotonic()
         loop = asyncio.get_running_loop()
         self._began_at = loop.time()
-        loop.add_signal_handler(self._preempt_signal, self._on_preempted)
+        preempt_signal = signal.Signals[self._config.run.preempt_signal]
+        stops = {number: interrupted(128 + number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number, ending in {**stops, preempt_signal: PREEMPTED}.items():
+            loop.add_signal_handler(number, self._stop, ending)
         trainer = self._trainer()
-        engines: Fleet | None = None
-        orchestrator: Orchestrator | None = None
         loop_seconds = 0.0
         try:
-            try:
-                engines = await self._start(trainer)
-            except (HeadwayError, ExceptionGroup) as error:
-                outcome = outcome_of(error)
-            else:
-                orchestrator = self._orchestrator(trainer, engines)
-                outcome = await self._loop(orchestrator)
-                loop_seconds = asyncio.get_running_loop().time() - orchestrator.started_at
+            outcome = await self._started(trainer)
+            if outcome is None:
+                assert self._engines is not None
+                orchestrator = self._orchestrator = self._wired(trainer, self._engines)
+                outcome = await orchestrator.run()
+                for number in {*stops} - {preempt_signal}:  # from now on, they end it on the spot
+                    loop.remove_signal_handler(number)
+                loop_seconds = loop.time() - orchestrator.started_at
                 self.is_abandoned = orchestrator.is_abandoned
                 outcome = await self._end_trainer(trainer, outcome)
         finally:
             # Whatever raised above: no process outlives the run.
             window = self._config.run.shutdown_seconds / 2
             await trainer.stop(window)
-            if engines:
-                await engines.stop(window)
+            if self._engines:
+                await self._engines.stop(window)
         return summarize(
             self._config,
-            orchestrator,
+            self._orchestrator,
             outcome,
             wall_seconds=time.monotonic() - started_at,
             loop_seconds=loop_seconds,
             versions_of=versions,
         )
+
+    def _stop(self, outcome: Outcome) -> None:
+        """A signal. While the loop runs, the first one drains it and a second one cuts the drain
+        off; before that, it ends the start. One that comes later does not end the process."""
+        if self._orchestrator is not None:
+            self._orchestrator.stop(outcome)
+        elif self._stopped is None:
+            self._stopped = outcome
+            if self._starting is not None:
+                self._starting.cancel()
+
+    async def _started(self, trainer: ManagedProcess) -> Outcome | None:
+        """None once engines and trainer are up, else why they are not."""
+        self._starting = asyncio.create_task(self._start(trainer), name="start")
+        telling = asyncio.create_task(self._tell_start(), name="tell of the start")
+        try:
+            await self._starting
+        except (HeadwayError, ExceptionGroup) as error:
+            return outcome_of(error)
+        except asyncio.CancelledError:
+            if self._stopped is None:
+                raise
+        finally:
+            telling.cancel()
+        return self._stopped
+
+    async def _tell_start(self) -> None:
+        """Say what a start waits for, again and again."""
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            seconds = asyncio.get_running_loop().time() - self._began_at
+            urls = self._config.engine.urls
+            engines = f"engines at {', '.join(urls)}" if urls else "engines"
+            missing = [] if self._engines else [engines]
+            missing += [] if self._run_dir.trainer_ready.exists() else ["trainer"]
+            if missing:
+                self._event(
+                    "info",
+                    f"{' and '.join(missing)} not ready after {seconds:.0f} s (limit: "
+                    f"run.start_seconds = {self._config.run.start_seconds:g}); they write to "
+                    f"{self._run_dir.logs}",
+                )
 
     def _trainer(self) -> ManagedProcess:
         arguments = ["--run", str(self._run_dir.path), "--model", str(self._model_dir)]
@@ -181,7 +227,7 @@ class _RealRun:
             error=TrainerError,
         )
 
-    async def _start(self, trainer: ManagedProcess) -> Fleet:
+    async def _start(self, trainer: ManagedProcess) -> None:
         """Engines and trainer side by side. Raises HeadwayErrors in a group."""
         config, recovered = self._config, self._recovered
         version = recovered.state.version if recovered else 0
@@ -193,23 +239,23 @@ class _RealRun:
             await trainer.start()
             await trainer.wait_ready(trainer_is_ready, config.run.start_seconds)
 
+        async def start_fleet() -> None:
+            self._engines = await start_engines(
+                config.engine,
+                model_dir=recovered.model_dir if recovered else self._model_dir,
+                logs_dir=self._run_dir.logs,
+                start_seconds=config.run.start_seconds,
+                version=version,
+                seed=config.run.seed + version,  # or each life would draw the same numbers
+                temperature=config.rollout.temperature,
+                on_event=self._event,
+            )
+
         async with asyncio.TaskGroup() as group:
             group.create_task(start_trainer())
-            engines = group.create_task(
-                start_engines(
-                    config.engine,
-                    model_dir=recovered.model_dir if recovered else self._model_dir,
-                    logs_dir=self._run_dir.logs,
-                    start_seconds=config.run.start_seconds,
-                    version=version,
-                    seed=config.run.seed + version,  # or each life would draw the same numbers
-                    temperature=config.rollout.temperature,
-                    on_event=self._event,
-                )
-            )
-        return engines.result()
+            group.create_task(start_fleet())
 
-    def _orchestrator(self, trainer: ManagedProcess, engines: Fleet) -> Orchestrator:
+    def _wired(self, trainer: ManagedProcess, engines: Fleet) -> Orchestrator:
         config = self._config
         size = estimate(config, self._model_dir)
         watched = {
@@ -281,29 +327,6 @@ class _RealRun:
         if self._started_at is not None:
             time = asyncio.get_running_loop().time() - self._started_at
         self._metrics.emit({"kind": "event", "time": time, "level": level, "text": text})
-
-    async def _loop(self, orchestrator: Orchestrator) -> Outcome:
-        """Run the loop; the first SIGINT, SIGTERM or signal of a preemption drains it, a second one
-        cuts the drain off."""
-        loop = asyncio.get_running_loop()
-        numbers = {signal.SIGINT, signal.SIGTERM} - {self._preempt_signal}
-        for number in numbers:
-            loop.add_signal_handler(number, orchestrator.stop, interrupted(128 + number))
-        self._preempt = partial(orchestrator.stop, PREEMPTED)
-        if self._is_preempted:
-            self._preempt()
-        try:
-            return await orchestrator.run()
-        finally:
-            self._preempt = None
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-    def _on_preempted(self) -> None:
-        """Also before and after the loop, where it must not end the process on the spot."""
-        self._is_preempted = True
-        if self._preempt is not None:
-            self._preempt()
 
     async def _end_trainer(self, trainer: ManagedProcess, outcome: Outcome) -> Outcome:
         """Let the trainer save and end by itself; one that cannot fails the run."""

@@ -97,7 +97,12 @@ class EngineConfig(Section):
     @property
     def warnings(self) -> Iterable[str]:
         """Settings that have no effect."""
-        given = self.model_fields_set
+        # The configuration that a run wrote down gives every field.
+        fields = type(self).model_fields
+        defaults = {
+            name: one.get_default(call_default_factory=True) for name, one in fields.items()
+        }
+        given = {name for name in self.model_fields_set if getattr(self, name) != defaults[name]}
         if self.urls:
             started = ("count", "python", "command", "args", "env", "gpus_per_engine", "restarts")
             for name in sorted({*started, "host", "port", "num_threads", "dtype"} & given):

@@ -53,8 +53,9 @@ class RunDir:
             if path.is_dir() and any(path.iterdir()):
                 holds_run = cls(path).config.exists() or cls(path).batches.exists()
                 what = "holds a run already" if holds_run else "is not empty"
+                resume = f"go on with it (headway run --resume {path}), " if holds_run else ""
                 raise RunDirError(
-                    f"run directory {path} {what}; nothing was touched. Give another one "
+                    f"run directory {path} {what}; nothing was touched: {resume}give another one "
                     "(--run.dir NEW), or move it away"
                 )
             if path.exists() and not path.is_dir():
