@@ -186,6 +186,6 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) ->
         write_batch(tmp_path / "a.parquet", msgspec.structs.replace(batch, groups=(first, first)))
     with pytest.raises(StoreError, match="no group"):
         write_batch(tmp_path / "a.parquet", Batch(step=0, groups=()))
-    with pytest.raises(StoreError, match="check that the folder exists"):
+    with pytest.raises(StoreError, match="check that its folder exists"):
         write_batch(tmp_path / "absent" / "a.parquet", batch)
     assert list(tmp_path.iterdir()) == []

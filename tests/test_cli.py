@@ -41,6 +41,14 @@ def headway(
     )
 
 
+def test_a_simulated_run_is_not_resumed_as_a_real_one(workload: Path) -> None:
+    headway("simulate", "w.yaml", "--quiet", "--run.dir=out", cwd=workload)
+    before = {path: path.read_bytes() for path in (workload / "out").rglob("*.*")}
+    done = headway("run", "--resume", "out", "--run.steps", "5", cwd=workload)
+    assert done.returncode == 2 and "is a simulated run" in done.stderr
+    assert {path: path.read_bytes() for path in (workload / "out").rglob("*.*")} == before
+
+
 @pytest.fixture
 def workload(tmp_path: Path) -> Path:
     """A folder with a workload `w.yaml`."""

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -14,8 +15,10 @@ from headway.config import ModelConfig
 from headway.config.file import load_config
 from headway.core.ledger import SampleState
 from headway.store.audit import audit
+from headway.store.batches import batch_path
 from headway.store.database import RunDatabase
 from headway.store.recovery import read_state
+from test_cli import headway
 from test_run import Run
 
 NUM_KILLS = int(os.environ.get("HEADWAY_KILLS", "5"))
@@ -158,3 +161,22 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, _, said = Killed(folder, steps=2).start().end()
     assert code == 0, said
     return folder
+
+
+@pytest.mark.parametrize("damage", ["ledger", "batch"])
+def test_a_run_that_cannot_go_on_says_why_and_stays_as_it_is(
+    damage: str, tmp_path: Path, done: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(done / "run", run_dir)
+    if damage == "ledger":
+        (run_dir / "ledger.db").unlink()
+    else:
+        shutil.rmtree(run_dir / "checkpoints")  # so that both batches are needed again
+        path = batch_path(run_dir, 1)
+        path.write_bytes(path.read_bytes()[:-100])
+    before = {*run_dir.rglob("*")}
+    tried = headway("run", "--resume", str(run_dir), "--run.steps", "3", cwd=tmp_path)
+    words = "ledger.db is missing" if damage == "ledger" else "the trainer needs batch 1 again"
+    assert tried.returncode == 2 and words in tried.stderr, tried.stderr
+    assert {*run_dir.rglob("*")} - before <= {run_dir / ".lock"}

@@ -11,7 +11,7 @@ import pytest
 from headway.config import Config
 from headway.errors import RunDirError
 from headway.loop.orchestrator import Orchestrator
-from headway.loop.trace import DECISIONS
+from headway.loop.trace import DECISIONS, digest_of
 from headway.sim.app import simulate
 from headway.sim.replay import read_trace, replay, replay_rows
 from headway.sim.trainer import RowList
@@ -155,7 +155,9 @@ def test_a_decision_that_is_missing_or_one_too_many_is_found() -> None:
     config = sim_config()
     _, rows = recorded(config)
     last = [index for index, row in enumerate(rows) if row["e"] in DECISIONS][-1]
-    fewer = replay_rows(config, rows[:last] + rows[last + 1 :])
+    kept = rows[:last] + rows[last + 1 :]
+    whole = digest_of([row for row in kept if row["e"] in DECISIONS])
+    fewer = replay_rows(config, kept, whole)
     assert fewer.difference is not None and "one decision too many" in fewer.difference
     more = replay_rows(config, [*rows, {**rows[last], "id": 999_999}])
     assert more.difference is not None and "is missing" in more.difference
@@ -236,6 +238,14 @@ def test_a_last_line_that_a_kill_cut_off_is_left_out(run_dir: Path) -> None:
     whole = read_trace(run_dir)
     trace.write_bytes(trace.read_bytes()[:-9])
     assert read_trace(run_dir) == whole[:-1]
+
+
+def test_a_trace_that_a_kill_cut_off_anywhere_is_reproduced(run_dir: Path) -> None:
+    (run_dir / "summary.json").unlink()
+    lines = (run_dir / "trace.jsonl").read_bytes().splitlines(keepends=True)
+    for count in range(1, len(lines), 7):
+        (run_dir / "trace.jsonl").write_bytes(b"".join(lines[:count]))
+        assert replay(run_dir).difference is None, lines[count - 1]
 
 
 def test_a_broken_line_in_the_middle_is_refused(run_dir: Path) -> None:

@@ -7,11 +7,13 @@ the engines, each within its share of `run.shutdown_seconds`; then summary and r
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from headway.collector import share_interpreter, tame_collector
 from headway.config import Config
 from headway.engines.launch import Fleet, start_engines
 from headway.envs.registry import Tasks, load_tasks
-from headway.errors import HeadwayError, TrainerError
+from headway.errors import HeadwayError, StoreError, TrainerError
 from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome, outcome_of
 from headway.loop.stopping import PREEMPTED, interrupted
@@ -28,7 +30,7 @@ from headway.loop.summary import summarize
 from headway.ports import MetricsSink, Ports
 from headway.processes import ManagedProcess
 from headway.resume import Recovered, recover
-from headway.retention import estimate, prune_batches
+from headway.retention import estimate, human, prune_batches
 from headway.store.database import RunDatabase
 from headway.store.journal import GroupedJournal
 from headway.store.run_dir import FanOut, RunDir
@@ -40,6 +42,8 @@ from headway.weights.folder import FolderWeightChannel
 
 TELL_SECONDS = 10.0
 """Between two lines that say what a start waits for."""
+LOW_BYTES = 1 << 24
+"""A disk with less than this is what a failure is likely to come from."""
 
 
 def run(
@@ -101,8 +105,14 @@ def _run(
             if not real.is_abandoned:  # closing waits for tasks that ignore their cancellation
                 runner.close()
         sink.emit({"kind": "summary", "time": summary["loop_seconds"], **summary})
-    run_dir.write_summary(summary)
-    write_report(run_dir.path)
+    try:
+        run_dir.write_summary(summary)
+        write_report(run_dir.path)
+    except OSError as error:
+        if not summary["exit_code"]:
+            summary |= {"exit_reason": StoreError.exit_reason, "exit_code": StoreError.exit_code}
+        lost = f"summary or report cannot be written: {error}"
+        summary["message"] = f"{summary['message']}; {lost}" if summary["message"] else lost
     return summary
 
 
@@ -165,6 +175,10 @@ class _RealRun:
             await trainer.stop(window)
             if self._engines:
                 await self._engines.stop(window)
+        free = shutil.disk_usage(self._run_dir.path).free
+        if outcome.error is not None and free < LOW_BYTES:
+            full = f"the disk of {self._run_dir.path} is full ({human(free)} left)"
+            outcome = replace(outcome, message=f"{outcome.message}; {full}")
         return summarize(
             self._config,
             self._orchestrator,

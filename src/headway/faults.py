@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from headway.sim.faults.schedule import Schedule
 from headway.views.faults import as_dict, failure_lines, report_lines, tally_lines
 
 _MOST_NAMED = 20
+_TELL_SECONDS = 10.0
+"""Between two lines of progress, where no line can be written over."""
 _MAX_SHRUNK = 3
 """Failing seeds of a range that are told in full."""
 
@@ -35,6 +38,8 @@ def simulate_faults(
         ConfigError: it is none of these.
     """
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", given)
+    if config is not None and not is_quiet:
+        print("the workload, once without faults, to see how long it takes", file=sys.stderr)
     workload = None if config is None else measured(_sections(config))
     if found is None:
         return _one(_schedule_of_file(Path(given)), given, as_json)
@@ -44,7 +49,7 @@ def simulate_faults(
     if first == last:
         return _one(draw(first, workload), f"{given}{workload_words}", as_json)
     tally = run_seeds(
-        range(first, last + 1), workload=workload, progress=_silent if is_quiet else _tell
+        range(first, last + 1), workload=workload, progress=_silent if is_quiet else _Progress()
     )
     reports = [run_schedule(draw(seed, workload)) for seed in tally.failed[:_MAX_SHRUNK]]
     if as_json:
@@ -66,6 +71,8 @@ def _sections(config: Config) -> Mapping[str, Any]:
 def _schedule_of_file(path: Path) -> Schedule:
     try:
         return Schedule.from_json(path.read_bytes())
+    except ConfigError as error:
+        raise ConfigError(f"--faults {path}: {error}") from error
     except OSError as error:
         raise ConfigError(
             f"--faults {path}: give a seed (7), a range (0-199), or the path of a schedule "
@@ -108,11 +115,17 @@ def _silent(_: Tally) -> None:
     return
 
 
-def _tell(tally: Tally) -> None:
-    """One line that is written over where that can be done, else one a thousand seeds."""
-    failed = f": {', '.join(map(str, tally.failed[:_MOST_NAMED]))}" if tally.failed else ""
-    line = f"{tally.num_seeds:,} seeds, {len(tally.failed)} failed{failed}"
-    if sys.stderr.isatty():
-        print(f"\r{line}", end="", file=sys.stderr, flush=True)
-    elif tally.num_seeds % 1000 == 0:
-        print(line, file=sys.stderr, flush=True)
+class _Progress:
+    """One line that is written over where that can be done, else one every few seconds."""
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+
+    def __call__(self, tally: Tally) -> None:
+        failed = f": {', '.join(map(str, tally.failed[:_MOST_NAMED]))}" if tally.failed else ""
+        line = f"{tally.num_seeds:,} seeds, {len(tally.failed)} failed{failed}"
+        if sys.stderr.isatty():
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() > self._said_at + _TELL_SECONDS:
+            self._said_at = time.monotonic()
+            print(line, file=sys.stderr, flush=True)

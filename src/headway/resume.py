@@ -19,7 +19,7 @@ from headway.config.file import load_config
 from headway.core.records import RunState, Served
 from headway.errors import ConfigError, RunDirError, StoreError
 from headway.store.atomic import remove_folder
-from headway.store.batches import batch_path, finished_path
+from headway.store.batches import batch_path, finished_path, read_batch
 from headway.store.database import RunDatabase
 from headway.store.recovery import adopt_batch, read_state
 from headway.store.run_dir import RunDir
@@ -90,9 +90,29 @@ def config_to_resume(run_dir: Path, path: Path | None, overrides: Sequence[str])
     own = RunDir(run_dir).config
     if not own.is_file():
         raise RunDirError(f"{run_dir} holds no run to resume: there is no {own.name} in it")
+    _require_ledger(RunDir(run_dir))
     config = load_config(path or own, [*overrides, "--run.dir", str(run_dir)])
     refuse_changes(run_dir, config)
     return config
+
+
+def _require_ledger(run_dir: RunDir) -> None:
+    """Raises RunDirError when a run has begun and its ledger is not there."""
+    if not run_dir.metrics.is_file() or not run_dir.metrics.stat().st_size:
+        return  # cut off before it began
+    if run_dir.ledger.is_file() and run_dir.ledger.stat().st_size:
+        return
+    with run_dir.metrics.open("rb") as lines:
+        is_simulated = b'"simulated":true' in lines.readline()
+    if is_simulated:
+        raise RunDirError(
+            f"{run_dir.path} is a simulated run, which cannot be resumed: simulate it again with "
+            "more steps (--run.dir NEW)"
+        )
+    raise RunDirError(
+        f"{run_dir.ledger} is missing or empty, and nothing else says what became of the run's "
+        "samples: restore it from a copy, or start a new run (--run.dir NEW)"
+    )
 
 
 def refuse_changes(run_dir: Path, config: Config) -> tuple[Change, ...]:
@@ -135,9 +155,10 @@ def recover(config: Config, run_dir: RunDir, model_dir: Path) -> Recovered:
     steps = config.run.steps
     if version >= steps:
         raise RunDirError(
-            f"{run_dir.path} has trained {version} of {steps} steps: nothing is left to do; raise "
-            "run.steps to go on"
+            f"{run_dir.path} has trained {version} of {steps} steps: nothing is left to do; to go "
+            f"on: headway run --resume {run_dir.path} --run.steps N"
         )
+    _require_ledger(run_dir)
     database = RunDatabase(run_dir.ledger)
     adopt_batch(database, run_dir.path)
     state = read_state(database, version)
@@ -147,11 +168,19 @@ def recover(config: Config, run_dir: RunDir, model_dir: Path) -> Recovered:
             f"{run_dir.path} has {state.num_batches} batches already: run.steps = {steps} is less"
         )
     for step in range(version, state.num_batches):
-        if not batch_path(run_dir.path, step).exists():
+        if not (path := batch_path(run_dir.path, step)).exists():
             raise RunDirError(
                 f"{run_dir.path} cannot go on from version {version}, which is the newest that is "
                 f"undamaged: batch {step} is gone (deleted by store.keep_batches, or by hand)"
             )
+        try:
+            read_batch(path)
+        except StoreError as error:
+            raise RunDirError(
+                f"{run_dir.path} cannot go on from version {version}: the trainer needs batch "
+                f"{step} again, and what it was made of is not kept: {error}, or start a new run "
+                "(--run.dir NEW)"
+            ) from error
     try:
         _take_back(run_dir, version)
         if checkpoint is not None:

@@ -31,6 +31,7 @@ class Stopping:
         self._waits = waits
         self._on_event = on_event
         self._window: asyncio.Timeout | None = None
+        self._is_cut_off = False
         self.outcome: Outcome | None = None
         """How the run will have ended; None: nobody asked."""
         self.changed = Signal()
@@ -41,6 +42,7 @@ class Stopping:
             self.outcome = outcome
             self.changed.notify()
         elif self._window is not None and not self._window.expired():
+            self._is_cut_off = True
             self._window.reschedule(asyncio.get_running_loop().time())
 
     def watch_deadline(self, began_at: float, max_seconds: float | None) -> None:
@@ -67,6 +69,7 @@ class Stopping:
             async with asyncio.timeout(window) as self._window:
                 await drained
         except TimeoutError:
-            self._on_event("warning", f"the drain did not end in time: {self._waits.describe()}")
+            what = "was cut off by a second signal" if self._is_cut_off else "did not end in time"
+            self._on_event("warning", f"the drain {what}: {self._waits.describe()}")
         finally:
             self._window = None

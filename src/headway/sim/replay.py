@@ -137,7 +137,8 @@ def replay_rows(
         return await driver.run()
 
     stuck, replayed_hash = run_virtual(main())
-    found = (_damage(rows, recorded_hash), _first_difference(rows, replayed.rows), stuck)
+    is_whole = recorded_hash is not None
+    found = (_damage(rows, recorded_hash), _first_difference(rows, replayed.rows, is_whole), stuck)
     return ReplayResult(
         num_inputs=sum(1 for row in rows if row["e"] not in DECISIONS),
         num_decisions=sum(1 for row in rows if row["e"] in DECISIONS),
@@ -352,8 +353,12 @@ def _damage(rows: Sequence[Row], recorded_hash: str | None) -> str | None:
     )
 
 
-def _first_difference(recorded: Sequence[Row], replayed: Sequence[Row]) -> str | None:
-    """The first decision that is not the same, in words; None when the recorded ones all are."""
+def _first_difference(
+    recorded: Sequence[Row], replayed: Sequence[Row], is_whole: bool
+) -> str | None:
+    """The first decision that is not the same, in words; None when the recorded ones all are. A
+    trace that is not whole may have been cut off between an input and the decisions that it made.
+    """
     wanted = (row for row in recorded if row["e"] in DECISIONS)
     got = (row for row in replayed if row["e"] in DECISIONS)
     for number, want in enumerate(wanted, start=1):
@@ -366,7 +371,7 @@ def _first_difference(recorded: Sequence[Row], replayed: Sequence[Row]) -> str |
                 f"replayed {_text(have)} at {have['t']:.3f} s"
             )
     extra = next(got, None)
-    return None if extra is None else f"one decision too many: {_text(extra)}"
+    return f"one decision too many: {_text(extra)}" if extra and is_whole else None
 
 
 def _plain(row: Row) -> dict[str, Any]:

@@ -117,8 +117,7 @@ def write_batch(path: Path, batch: Batch, metadata: Mapping[str, str] | None = N
             )
     except (OSError, pa.ArrowException) as error:
         raise StoreError(
-            f"cannot write batch {batch.step} to {path}: {error}; check that the folder exists, is "
-            "writable and has space left"
+            f"cannot write {path}: {error}; check that its folder exists, is writable and has room"
         ) from error
 
 
@@ -133,8 +132,7 @@ def read_batch(path: Path) -> Batch:
         return _from_table(table)
     except (ValueError, TypeError, KeyError) as error:
         raise StoreError(
-            f"{path} holds an inconsistent batch ({error}); remove it and its .shipped marker, and "
-            "let the run write it again"
+            f"{path} holds an inconsistent batch ({error}); restore it from a copy"
         ) from error
 
 
@@ -260,8 +258,7 @@ def _read(path: Path, columns: list[str] | None = None) -> tuple[Any, dict[str, 
         ) from error
     except (OSError, ValueError, pa.ArrowException) as error:
         raise StoreError(
-            f"batch file {path} is damaged ({error}); remove it and its .shipped marker, and let "
-            "the run write it again"
+            f"batch file {path} is damaged ({error}); restore it from a copy"
         ) from error
     return table.combine_chunks(), json.loads(metadata["user"])
 

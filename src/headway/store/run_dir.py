@@ -74,15 +74,18 @@ class RunDir:
         run_dir = cls(path := Path(config.run.dir))
         try:
             path.mkdir(parents=True, exist_ok=True)
+            num_free = shutil.disk_usage(path).free
+            if num_free < MIN_FREE_BYTES:
+                least = MIN_FREE_BYTES >> 20
+                raise _unusable(
+                    path, f"its disk has {num_free >> 20} MiB left, at least {least} are needed"
+                )
             run_dir.batches.mkdir()  # claims the folder: the second of two runs fails here
             for folder in (run_dir.weights, run_dir.logs, run_dir.trainer_ready.parent):
                 folder.mkdir()
             run_dir.write_config(config)
-            num_free = shutil.disk_usage(path).free
         except OSError as error:
             raise _unusable(path, _reason(error)) from error
-        if num_free < MIN_FREE_BYTES:
-            raise _unusable(path, f"its disk has {num_free >> 20} MiB left")
         return run_dir
 
     @contextmanager

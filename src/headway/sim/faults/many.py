@@ -3,8 +3,9 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
@@ -14,7 +15,7 @@ from headway.sim.faults.run import Report, run_schedule
 from headway.sim.faults.schedule import Schedule
 
 _CHUNK = 20
-"""Seeds that a process runs before it reports."""
+"""Seeds that a process runs before it reports, at most."""
 
 
 def measured(config: Mapping[str, Any]) -> Workload:
@@ -67,16 +68,21 @@ def run_seeds(
         progress: is told the counts so far, now and then.
     """
     tally = Tally()
-    chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
+    jobs = min(jobs or os.cpu_count() or 1, len(seeds))
+    size = max(min(len(seeds) // (4 * jobs), _CHUNK), 1)
+    chunks = (seeds[start : start + size] for start in range(0, len(seeds), size))
     with ProcessPoolExecutor(
-        min(jobs or os.cpu_count() or 1, len(chunks)),
-        mp_context=get_context("spawn"),
-        initializer=tame_collector,
+        jobs, mp_context=get_context("spawn"), initializer=tame_collector
     ) as pool:
-        running = [pool.submit(_run_chunk, chunk, workload) for chunk in chunks]
+        running = {pool.submit(_run_chunk, one, workload) for one in islice(chunks, 2 * jobs)}
         try:
-            for done in as_completed(running):
-                tally.merge(done.result())
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                running |= {
+                    pool.submit(_run_chunk, one, workload) for one in islice(chunks, len(done))
+                }
+                for one in done:
+                    tally.merge(one.result())
                 progress(tally)
         except BaseException:  # Ctrl-C, too: what has not begun never will; re-raised
             pool.shutdown(wait=False, cancel_futures=True)
