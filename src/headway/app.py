@@ -147,6 +147,7 @@ class _RealRun:
         try:
             try:
                 engines = await self._start(trainer)
+                await engines.pool.check_start(self._run_dir.path)
             except (HeadwayError, ExceptionGroup) as error:
                 outcome = outcome_of(error)
             else:

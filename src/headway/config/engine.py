@@ -78,8 +78,8 @@ class EngineConfig(Section):
     """What is checked of a published version before an engine is told of it: `full` reads every
     byte (checksums, finite values; seconds per GB), `shapes` names, shapes and dtypes only."""
     canary: Literal["off", "warn", "stop"] = "stop"
-    """Check after every update that each engine answers like the trainer's weights: `warn` is an
-    event, `stop` ends the run (docs/engines.md)."""
+    """Check at the start and after every update that each engine answers like the trainer's
+    weights: `warn` is an event, `stop` ends the run (docs/engines.md)."""
     canary_tolerance: float = Field(default=0.1, gt=0)
     """Largest difference of a log-probability, in nats, that the canary lets pass: 0.02 is ample
     when engine and trainer both compute in float32, 0.2 is usual for bfloat16."""
