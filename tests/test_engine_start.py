@@ -12,8 +12,9 @@ import pytest
 from fake_engines import FakeEngine, FakeSglang, FakeVllm, serving, truth_token, weights_folder
 from headway.config import EngineConfig
 from headway.engines.launch import Fleet, start_engines
+from headway.engines.vllm import VllmEngine
 from headway.errors import EngineError
-from headway.ports import GenerateRequest
+from headway.ports import GenerateRequest, PublishedWeights
 from headway.trainer.canary import make_canary
 from headway.weights.canary import CANARY
 from recompute import MAX_POSITIONS, random_model, save
@@ -163,5 +164,126 @@ def test_an_embedded_engine_on_another_model_of_the_same_shape_is_refused(tmp_pa
             await guest.stop(1)
         finally:
             await other.stop(5)
+
+    asyncio.run(scenario())
+
+
+@FAKES
+@pytest.mark.parametrize("mode", ["keep", "interrupt", "finish", "in place"])
+@pytest.mark.parametrize(
+    ("label", "version"),
+    [("20", 14), ("20", 0), ("0", 14), ("default", 14)],
+    ids=["resumed", "second run", "restarted", "restarted without a label"],
+)
+def test_a_server_that_serves_something_else_loads_what_the_run_begins_with(
+    kind: type[FakeEngine], mode: str, label: str, version: int, tmp_path: Path
+) -> None:
+    weights = 0 if label == "default" else int(label)
+    fake = kind(weights=weights, label=label)
+    if isinstance(fake, FakeSglang):
+        fake.told_label = label
+
+    async def scenario(guest: Guest) -> None:
+        fleet = await guest.connect()
+        (told,) = guest.events
+        served = "weights without a label" if label == "default" else f"version '{label}'"
+        assert f"it served {served}, and was told to load those that this run begins with" in told
+        await fleet.pool.check_start(guest.start)
+        assert await guest.sample(fleet) == (version, version)
+        following = weights_folder(tmp_path, version + 1)
+        await fleet.pool.update_weights(PublishedWeights(version=version + 1, path=following))
+        assert await guest.sample(fleet, 1) == (version + 1, version + 1)
+
+    settings: dict[str, Any] = {"update_mode": mode, "check_weights": "off"}
+    if mode == "in place":
+        settings |= {"update_mode": "keep", "clear_cache": False}
+    with_guest(fake, tmp_path, scenario, version=version, **settings)
+
+
+@FAKES
+def test_keys_and_values_of_another_run_are_dropped_whatever_the_update_mode(
+    kind: type[FakeEngine], tmp_path: Path
+) -> None:
+    """Two runs that keep their caches call different weights version 1."""
+    fake = kind()
+    settings: dict[str, Any] = {"clear_cache": False, "check_weights": "off", "canary": "off"}
+    first = PublishedWeights(version=1, path=weights_folder(tmp_path, 5))
+    second = PublishedWeights(version=1, path=weights_folder(tmp_path, 6))
+
+    async def scenario(guest: Guest) -> None:
+        for weights, truth in ((first, 5), (second, 6)):
+            fleet = await guest.connect()
+            assert await guest.sample(fleet) == (0, 0)
+            await fleet.pool.update_weights(weights)
+            assert await guest.sample(fleet, 1) == (1, truth)
+
+    with_guest(fake, tmp_path, scenario, **settings)
+
+
+@FAKES
+def test_a_server_that_keeps_its_weights_is_refused(kind: type[FakeEngine], tmp_path: Path) -> None:
+    fake = kind(weights=20, label="20", keeps_weights=True)
+    if isinstance(fake, FakeSglang):
+        fake.told_label = "20"
+
+    async def scenario(guest: Guest) -> None:
+        fleet = await guest.connect()
+        with pytest.raises(EngineError, match=r"does not serve version 14, which .*restart it on"):
+            await fleet.pool.check_start(guest.start)
+
+    with_guest(fake, tmp_path, scenario, version=14)
+
+
+@FAKES
+def test_a_server_that_does_not_find_the_folder_is_refused(
+    kind: type[FakeEngine], tmp_path: Path
+) -> None:
+    fake = kind(weights=20, label="20")
+    if isinstance(fake, FakeSglang):
+        fake.told_label = "20"
+    fake.load = lambda folder: False  # type: ignore[method-assign]
+
+    async def scenario(guest: Guest) -> None:
+        message = r"serves version '20', but .*begins at version 14.*told to load .*v000014"
+        with pytest.raises(EngineError, match=message):
+            await guest.connect()
+
+    with_guest(fake, tmp_path, scenario, version=14)
+
+
+def test_a_server_left_half_loaded_at_the_start_samples_nothing_before_a_load_went_through(
+    tmp_path: Path,
+) -> None:
+    fake = FakeVllm(weights=20, label="20")
+    start = weights_folder(tmp_path, 14)
+
+    async def scenario() -> None:
+        async with serving(fake.application()) as url:
+            engine = VllmEngine(name="left", url=url, version=14, start=start)
+            load, fake.load = fake.load, lambda folder: False  # type: ignore[method-assign]
+            for _ in range(2):
+                with pytest.raises(EngineError, match="nobody knows which weights it serves"):
+                    await engine.connect(14)
+            num_sampled = fake.num_sampled
+            fake.load = load  # type: ignore[method-assign]
+            await engine.connect(14)
+            assert fake.num_sampled == num_sampled
+            assert (fake.weights, fake.label, engine.version) == (14, "14", 14)
+            await engine.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_vllm_server_is_not_told_to_load_a_folder_without_an_output_head(tmp_path: Path) -> None:
+    """It would keep the head of the run before, which the canary need not notice."""
+    fake = FakeVllm(weights=20, label="20")
+    folder = save(random_model(1), tmp_path / "model")
+
+    async def scenario() -> None:
+        async with serving(fake.application()) as url:
+            config = EngineConfig.model_validate({"kind": "vllm", "urls": [url]})
+            with pytest.raises(EngineError, match=r"begins at version 0: start it again on the"):
+                await start_engines(config, model_dir=folder, logs_dir=tmp_path, start_seconds=10)
+        assert "/collective_rpc" not in fake.calls
 
     asyncio.run(scenario())
