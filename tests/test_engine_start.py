@@ -104,6 +104,23 @@ def test_a_server_on_another_model_is_refused_before_anything_is_sampled(
 
 
 @FAKES
+@pytest.mark.parametrize(
+    ("served", "wanted"), [("bfloat16", "float32"), ("float16", "float16"), (None, "bfloat16")]
+)
+def test_a_server_that_computes_in_something_else_is_told(
+    kind: type[FakeEngine], served: str | None, wanted: str, tmp_path: Path
+) -> None:
+    async def scenario(guest: Guest) -> None:
+        await guest.connect()
+        told = [event for event in guest.events if event.startswith("warning")]
+        assert len(told) == (served == "bfloat16")
+        assert not told or "computes in bfloat16, but engine.dtype is float32" in told[0]
+        assert not told or "--dtype float32" in told[0]
+
+    with_guest(kind(dtype=served), tmp_path, scenario, dtype=wanted)
+
+
+@FAKES
 def test_a_trainer_that_made_no_canary_is_believed(kind: type[FakeEngine], tmp_path: Path) -> None:
     async def scenario(guest: Guest) -> None:
         fleet = await guest.connect()

@@ -61,7 +61,7 @@ class EngineConfig(Section):
     device: Device = "auto"
     """A PyTorch device; `auto`: a GPU if there is one."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights while sampling."""
+    """Of the weights while sampling. A server of `urls` that computes in another is an event."""
     num_threads: Count = 1
     """CPU threads of each engine process."""
     num_blocks: Count = 512
@@ -100,7 +100,7 @@ class EngineConfig(Section):
         given = self.model_fields_set
         if self.urls:
             started = ("count", "python", "command", "args", "env", "gpus_per_engine", "restarts")
-            for name in sorted({*started, "host", "port", "num_threads", "dtype"} & given):
+            for name in sorted({*started, "host", "port", "num_threads"} & given):
                 yield f"engine.{name} has no effect with engine.urls: the servers run already"
         if self.command and self.python:
             yield "engine.python has no effect with engine.command"

@@ -222,6 +222,7 @@ async def start_engines(
         members, pool, restarts=config.restarts, start_seconds=start_seconds, on_event=say
     )
     await fleet.start()
+    _tell_dtypes(config, members, say)
     return fleet
 
 
@@ -243,6 +244,19 @@ def _start_of_others(config: EngineConfig, model_dir: Path) -> Path | None:
     if config.kind != "vllm" or not any(model_dir.glob("*.safetensors")):
         return model_dir
     return model_dir if HEAD in read_tensors(model_dir) else None
+
+
+def _tell_dtypes(config: EngineConfig, members: Iterable[Member], say: OnEvent) -> None:
+    """Say which servers that somebody else started compute in something else than was asked for."""
+    for member in members:
+        found = member.client.capabilities
+        dtype = found.contract.dtype if found is not None else ""
+        if member.process is None and dtype not in ("", config.dtype):
+            say(
+                "warning",
+                f"engine {member.client.name} computes in {dtype}, but engine.dtype is "
+                f"{config.dtype}: start it with --dtype {config.dtype}, or set engine.dtype",
+            )
 
 
 def _pool(
