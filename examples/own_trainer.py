@@ -18,7 +18,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 if (state := client.start_state()) is not None:  # the run is resumed
     optimizer.load_state_dict(state)
 
-client.ready()
+client.ready(model)
 for batch in client.batches():
     optimizer.zero_grad()
     for trainable in batch.groups:

@@ -24,11 +24,13 @@ from headway.core.rollout import Batch
 from headway.core.versions import VersionRuns
 from headway.errors import RunDirError, StoreError, TrainerError
 from headway.store.batches import batch_path, finished_path, shipped_path, write_batch
+from headway.trainer.canary import make_canary
 from headway.trainer.checkpoints import latest_checkpoint, save_checkpoint
 from headway.trainer.client import TrainerClient
 from headway.trainer.link import FolderTrainerLink
 from headway.trainer.reference import load_model, main
 from headway.trainer.update import PolicyUpdater
+from headway.weights.canary import read_canary
 from headway.weights.folder import verify, version_name
 from tiny_policy import make_batch, make_model, save_model
 
@@ -310,6 +312,7 @@ def test_batches_come_in_order_and_only_once_shipped(tmp_path: Path) -> None:
     client = TrainerClient(run_dir, poll_seconds=0.001)
     client.ready()
     assert (run_dir / "trainer" / "ready.json").exists()
+    assert read_canary(run_dir) is None  # nobody gave a model
     seen: list[int] = []
     gate = threading.Semaphore(0)
 
@@ -394,9 +397,11 @@ def test_reference_trainer_trains_a_run_and_equals_the_library(tmp_path: Path) -
         assert_same(load_file(path / "model.safetensors"), weights(model))
         assert rows[step] == {"step": step, "version": step + 1, **manifest.stats}
     assert sorted(os.listdir(run_dir / "checkpoints")) == ["step-000002", "step-000003"]
+    assert read_canary(run_dir) == make_canary(load_model(source, "cpu"), 0)
 
     # Going on from the last checkpoint: nothing is left to do, and nothing is done again.
     assert main(["--run", str(run_dir), "--model", str(source)]) == 0
+    assert read_canary(run_dir) == make_canary(model, 3)
     assert len((run_dir / "trainer/metrics.jsonl").read_text().splitlines()) == 3
 
 

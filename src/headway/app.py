@@ -268,6 +268,8 @@ class _RealRun:
         async with asyncio.TaskGroup() as group:
             group.create_task(start_trainer())
             group.create_task(start_fleet())
+        assert self._engines is not None
+        await self._engines.pool.check_start(self._run_dir.path)
 
     def _wired(self, trainer: ManagedProcess, engines: Fleet) -> Orchestrator:
         config = self._config

@@ -24,6 +24,7 @@ from headway.store.database import RunDatabase
 from headway.store.recovery import adopt_batch, read_state
 from headway.store.run_dir import RunDir
 from headway.trainer.checkpoints import OPTIMIZER, complete_checkpoints, latest_checkpoint
+from headway.weights.canary import CANARY
 from headway.weights.folder import COMPLETE, published_versions
 
 FIXED = (
@@ -212,6 +213,7 @@ def _take_back(run_dir: RunDir, version: int) -> None:
         run_dir.batches / "leftovers.parquet",
         run_dir.trainer_ready,
         run_dir.summary,
+        run_dir.path / CANARY,
     ):
         said.unlink(missing_ok=True)
     for lines in (run_dir.metrics, run_dir.trace):

@@ -61,7 +61,7 @@ class EngineConfig(Section):
     device: Device = "auto"
     """A PyTorch device; `auto`: a GPU if there is one."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights while sampling."""
+    """Of the weights while sampling. A server of `urls` that computes in another is an event."""
     num_threads: Count = 1
     """CPU threads of each engine process."""
     num_blocks: Count = 512
@@ -78,8 +78,8 @@ class EngineConfig(Section):
     """What is checked of a published version before an engine is told of it: `full` reads every
     byte (checksums, finite values; seconds per GB), `shapes` names, shapes and dtypes only."""
     canary: Literal["off", "warn", "stop"] = "stop"
-    """Check after every update that each engine answers like the trainer's weights: `warn` is an
-    event, `stop` ends the run (docs/engines.md)."""
+    """Check at the start and after every update that each engine answers like the trainer's
+    weights: `warn` is an event, `stop` ends the run (docs/engines.md)."""
     canary_tolerance: float = Field(default=0.1, gt=0)
     """Largest difference of a log-probability, in nats, that the canary lets pass: 0.02 is ample
     when engine and trainer both compute in float32, 0.2 is usual for bfloat16."""
@@ -105,7 +105,7 @@ class EngineConfig(Section):
         given = {name for name in self.model_fields_set if getattr(self, name) != defaults[name]}
         if self.urls:
             started = ("count", "python", "command", "args", "env", "gpus_per_engine", "restarts")
-            for name in sorted({*started, "host", "port", "num_threads", "dtype"} & given):
+            for name in sorted({*started, "host", "port", "num_threads"} & given):
                 yield f"engine.{name} has no effect with engine.urls: the servers run already"
         if self.command and self.python:
             yield "engine.python has no effect with engine.command"

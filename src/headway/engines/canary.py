@@ -49,11 +49,17 @@ class EngineCanary:
     _last: dict[str, tuple[Canary, Mapping[int, Answer]]] = field(default_factory=dict)
 
     async def check(
-        self, engine: Engine, weights: PublishedWeights, *, max_model_len: int | None = None
+        self,
+        engine: Engine,
+        weights: PublishedWeights,
+        *,
+        max_model_len: int | None = None,
+        named: str | None = None,
     ) -> str | None:
         """What is wrong with an engine that serves `weights`; None: nothing, or it cannot be told
-        (published without a canary, or a newer version came meanwhile). Raises EngineError when
-        the engine fails at answering, WeightsError when the canary is damaged."""
+        (published without a canary, or a newer version came meanwhile). `named` is what they are
+        called, `version 3` if not given. Raises EngineError when the engine fails at answering,
+        WeightsError when the canary is damaged."""
         if weights.path is None:
             return None
         canary = await asyncio.to_thread(read_canary, weights.path)
@@ -61,7 +67,7 @@ class EngineCanary:
             return None
         if canary.version != weights.version:
             return (
-                f"the weights published as version {weights.version} carry the canary of version "
+                f"the weights of version {weights.version} carry the canary of version "
                 f"{canary.version}"
             )
         limit = max_model_len or math.inf
@@ -83,7 +89,8 @@ class EngineCanary:
         if problem is None:
             self._last[engine.name] = (canary, answers)
             return None
-        return f"engine {engine.name} does not serve version {weights.version}: {problem}"
+        named = named or f"version {weights.version}"
+        return f"engine {engine.name} does not serve {named}: {problem}"
 
     async def _ask(self, engine: Engine, canary: Canary, number: int) -> Completion:
         return await engine.generate(

@@ -27,6 +27,7 @@ class Capabilities:
     reports the version of every token. `keeps_requests`: running requests survive an update.
     `aborts_with_partial`: an aborted request gives what it had. `logprobs_remedy`: what to start
     it with for processed log-probabilities. `max_model_len`: longest prompt plus completion.
+    `replaced`: the weights of somebody else's run that it served when `connect` came.
     """
 
     engine: str
@@ -39,6 +40,7 @@ class Capabilities:
     logprobs_remedy: str = ""
     max_model_len: int | None = None
     contract: Contract = Contract()  # noqa: RUF009 - frozen
+    replaced: str = ""
 
     def statement(self) -> str:
         """One plain sentence or more: what it is, and what is lost."""
@@ -60,7 +62,10 @@ class Capabilities:
             lost.append(f"log-probabilities are {self.logprobs}")
         length = f", {self.max_model_len} tokens" if self.max_model_len else ""
         rest = "; ".join(lost) if lost else "nothing is lost"
-        return f"{self.engine}{length}: {rest}"
+        loaded = (
+            f"; it served {self.replaced}, and was told to load those that this run begins with"
+        )
+        return f"{self.engine}{length}: {rest}{loaded if self.replaced else ''}"
 
     def against_training(self, mode: UpdateMode, *, temperature: float = 1.0) -> list[str]:
         """Reasons why rollouts from this engine cannot be trained on; none: they can."""
@@ -110,9 +115,10 @@ class EngineClient(Engine, Protocol):
     async def connect(self, version: int | None) -> Capabilities:
         """Find out what it can do, end a pause that somebody left behind, and check its label.
 
-        `version`: what it serves already; it is labelled so if it has no label. None: whatever it
-        serves, `update_weights` comes before the first request. Called by the pool, one call at a
-        time, under its deadline. Raises EngineError.
+        `version`: what it serves already; it is labelled so if it has no label. One that serves
+        something else loads what the run begins with where it knows the folder, and is refused
+        where it does not. None: whatever it serves, `update_weights` comes before the first
+        request. Called by the pool, one call at a time, under its deadline. Raises EngineError.
         """
         ...
 

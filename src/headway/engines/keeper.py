@@ -26,7 +26,7 @@ class Keeper:
         update_seconds: deadline for an engine to come back with the newest weights.
         health_seconds: between two health checks of an engine.
         health_deadline_seconds: for one of them.
-        canary: asks every engine after every update; None: nobody does.
+        canary: asks every engine at the start and after every update; None: nobody does.
         against: reasons why an engine of these capabilities cannot be in this pool.
     """
 
@@ -46,6 +46,8 @@ class Keeper:
         self._health_deadline_seconds = health_deadline_seconds
         self._canary = canary
         self._against = against
+        self._begun: PublishedWeights | None = None
+        """What the run begins with, with its canary; None: nobody made one."""
         self._group: asyncio.TaskGroup | None = None
 
     @property
@@ -98,6 +100,18 @@ class Keeper:
                     f"engine {member.name} differs from {other.name}: " + "; ".join(differences)
                 )
         self._roster.say("info", f"engine {member.name}: {capabilities.statement()}")
+
+    async def check_start(self, weights: PublishedWeights) -> None:
+        """As `EnginePool.check_start`. Whoever comes back before the first update is asked, too."""
+        if self._canary is None:
+            return
+        self._begun = weights
+        for result in await asyncio.gather(
+            *(self._heed_canary(member, weights) for member in self._roster.live),
+            return_exceptions=True,
+        ):
+            if isinstance(result, BaseException):
+                raise result
 
     async def ask_canary(self, member: Member, weights: PublishedWeights) -> None:
         """After an update of a live member. While `run` runs, this does not wait for the answers,
@@ -184,15 +198,17 @@ class Keeper:
     async def _bring_up(self, member: Member, target: PublishedWeights | None) -> None:
         if target is None:
             await self.connect(member, self._roster.start_version)
-            return
-        await self.connect(member, None)
-        await member.engine.update_weights(target)
-        if self._canary is not None:
-            await self._heed_canary(member, target)
+        else:
+            await self.connect(member, None)
+            await member.engine.update_weights(target)
+        asked = target or self._begun
+        if self._canary is not None and asked is not None:
+            await self._heed_canary(member, asked)
 
     async def _heed_canary(self, member: Member, weights: PublishedWeights) -> None:
         assert self._canary is not None
-        problem = await self._canary_problem(self._canary, member, weights)
+        named = _initial(weights.version) if weights is self._begun else None
+        problem = await self._canary_problem(self._canary, member, weights, named)
         if problem is None:
             return
         if self._canary.action == "stop":
@@ -201,20 +217,29 @@ class Keeper:
 
     @staticmethod
     async def _canary_problem(
-        canary: EngineCanary, member: Member, weights: PublishedWeights
+        canary: EngineCanary, member: Member, weights: PublishedWeights, named: str | None
     ) -> str | None:
         limit = asyncio.timeout(None)
         longest = member.capabilities.max_model_len if member.capabilities else None
         try:
             async with limit:
                 with member.running(limit):
-                    return await canary.check(member.engine, weights, max_model_len=longest)
+                    return await canary.check(
+                        member.engine, weights, max_model_len=longest, named=named
+                    )
         except WrongVersion as error:
             return str(error)
         except (EngineError, TimeoutError):
             # It did not answer: that is for the health checks, not for the canary.
             member.wake.set()
             return None
+
+
+def _initial(version: int) -> str:
+    """What the weights are called that a run begins with."""
+    if version:
+        return f"version {version}, which this run begins at (restart it on the initial model)"
+    return "the initial weights of model.path (restart it on that folder)"
 
 
 async def _sleep_or_woken(member: Member, seconds: float) -> None:

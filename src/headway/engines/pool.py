@@ -18,6 +18,7 @@ healthy, fits the run and has loaded the newest weights, all before a single req
 import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -64,7 +65,7 @@ class EnginePool:
         live_seconds: how long requests wait while no engine is live.
         slow_start_seconds: as in `Router`.
         checker: looks at every version before an engine is told of it.
-        canary: asks every engine after every update.
+        canary: asks every engine in `check_start` and after every update.
         against: reasons why an engine of these capabilities cannot be in this pool.
         on_event: is told what happens: level (`info`, `warning`) and text.
 
@@ -141,6 +142,16 @@ class EnginePool:
         ):
             if isinstance(result, BaseException):
                 raise result
+
+    async def check_start(self, folder: Path) -> None:
+        """Ask every engine whether it serves the weights that the run begins with.
+
+        `folder` holds the canary of these (`canary.json`), which the trainer wrote; without one
+        nothing is asked. Called once, after `connect` and before the first rollout. Raises
+        EngineError for an engine that does not, unless that is only told; WeightsError when the
+        canary cannot be read.
+        """
+        await self._keeper.check_start(PublishedWeights(version=self._version, path=folder))
 
     async def run(self) -> None:
         """Keep the members: for ever. Raises EngineError when the canary ends the run."""

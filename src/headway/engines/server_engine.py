@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,6 +67,9 @@ class ServerEngine(ABC):
         version: what the server serves; None: unknown until `connect` or the first update, and
             until then stamps are taken as they come.
         contract: of the initial model; its vocabulary is what token ids are checked against.
+        start: folder of the weights of `version`, for a server that somebody else started: at
+            `connect` it may serve those of another run, or of another life of this one, and then
+            loads these.
 
     No call but control calls has a deadline of its own: rollout, weight watcher and pool cancel.
     """
@@ -83,6 +86,7 @@ class ServerEngine(ABC):
         clear_cache: bool = True,
         version: int | None = None,
         contract: Contract | None = None,
+        start: Path | None = None,
     ) -> None:
         self._name = name
         self._http = HttpClient(name=name, url=url)
@@ -90,6 +94,7 @@ class ServerEngine(ABC):
         self._update_mode = update_mode
         self._clear_cache = clear_cache
         self._contract = contract or Contract()
+        self._start = start
         self._version = version
         self._newest_ordered = version or 0
         self._capabilities: Capabilities | None = None
@@ -180,11 +185,13 @@ class ServerEngine(ABC):
     async def connect(self, version: int | None) -> Capabilities:
         """Find out what it can do, end a pause that was left behind, check or set its label.
 
-        `version` is what it serves already; None: an update follows before the first request.
-        Raises EngineError that says what to change.
+        `version` is what it serves already, or what it loads here from `start`; None: an update
+        follows before the first request. Raises EngineError that says what to change.
         """
         if self._broken is not None and self._capabilities is not None:
             # Half loaded: it must not sample, not even to show what it can do. An update is next.
+            if version is not None:
+                await self._begin(version, self._broken)
             return self._capabilities
         await self._resume()
         capabilities = await self._discover()
@@ -197,11 +204,9 @@ class ServerEngine(ABC):
             )
         if version is None:
             self._version = None
-        else:
-            await self._agree_on(version)
-            self._version = version
-            self._newest_ordered = max(self._newest_ordered, version)
         self._capabilities = capabilities
+        if version is not None and (replaced := await self._agree_on(version)):
+            return replace(capabilities, replaced=replaced)
         return capabilities
 
     async def statistics(self) -> Mapping[str, EngineStatistics]:
@@ -304,16 +309,37 @@ class ServerEngine(ABC):
 
     # --- shared steps -------------------------------------------------------------------------
 
-    async def _agree_on(self, version: int) -> None:
-        label = await self._label()
-        if not label:
+    async def _agree_on(self, version: int) -> str:
+        """Make sure of its label; returns what was replaced for it, empty when nothing was."""
+        label, replaced = await self._label(), ""
+        # Without a label somebody else's server has what it was started on: the initial model.
+        if not label and (version == 0 or self._start is None):
             await self._set_label(version)
         elif label != str(version):
+            replaced = f"version {label!r}" if label else "weights without a label"
+            await self._begin(version, f"engine {self._name} at {self._http.url} serves {replaced}")
+        self._version = version
+        self._newest_ordered = max(self._newest_ordered, version)
+        return replaced
+
+    async def _begin(self, version: int, found: str) -> None:
+        """Load what the run begins with instead of what was `found`.
+
+        Keys and values go in any case: `clear_cache: false` tells those of different weights apart
+        by version, and another run had other weights under the same one.
+        """
+        remedy = f"but this run begins at version {version}: start it again on the initial model"
+        if self._start is None:
+            raise EngineError(f"{found}, {remedy}")
+        clear_cache, self._clear_cache = self._clear_cache, True
+        try:
+            await self.update_weights(PublishedWeights(version=version, path=self._start))
+        except EngineError as error:
             raise EngineError(
-                f"engine {self._name} at {self._http.url} serves version {label!r}, but this run "
-                f"begins at version {version}: it still has the weights of another run; start it "
-                "again on the initial model"
-            )
+                f"{found}, {remedy}. It was told to load {self._start}: {error}"
+            ) from error
+        finally:
+            self._clear_cache = clear_cache
 
     async def _drain(self) -> None:
         """Until none of this client's requests is in flight; the update's deadline bounds it."""

@@ -4,7 +4,7 @@ Enough for a training loop of your own (needs no torch itself; `examples/own_tra
 
     client = TrainerClient(run_dir, model_dir=model_dir)
     model = ...                              # from client.start_dir
-    client.ready()
+    client.ready(model)
     for batch in client.batches():
         ...                                  # your update
         client.publish(batch.step, model, {"loss": loss})
@@ -29,10 +29,10 @@ from headway.config import BUILTIN_MODEL, Config
 from headway.core.rollout import Batch
 from headway.errors import RunDirError, TrainerError
 from headway.ports import PublishedWeights
-from headway.store.atomic import write_json
+from headway.store.atomic import atomic_file, write_json
 from headway.store.batches import batch_path, finished_path, read_batch, shipped_path
 from headway.trainer.checkpoints import latest_checkpoint, load_optimizer, save_checkpoint
-from headway.weights.canary import Canary
+from headway.weights.canary import CANARY, Canary
 from headway.weights.folder import publish, read_manifest
 
 if TYPE_CHECKING:
@@ -129,8 +129,15 @@ class TrainerClient:
             keep_last=self.config.actor.keep_checkpoints,
         )
 
-    def ready(self) -> None:
-        """Say that batches will be read from now on; the run waits for this before it starts."""
+    def ready(self, model: "nn.Module | None" = None) -> None:
+        """Say that batches will be read from now on; the run waits for this before it starts.
+
+        Given the model that training begins with, its canary is left in `RUN/canary.json`, and the
+        run begins only when every engine answers like it (`engine.canary`).
+        """
+        if model is not None and (canary := self._canary(self.start_version, model)) is not None:
+            with atomic_file(self.run_dir / CANARY) as temporary:
+                temporary.write_text(canary.to_json(), encoding="utf-8")
         write_json(self.run_dir / "trainer" / "ready.json", {"pid": os.getpid()})
 
     def batches(self, start: int | None = None) -> Iterator[Batch]:

@@ -63,7 +63,7 @@ def train(run_dir: Path, model_dir: Path, *, parent_pid: int | None = None) -> N
     )
     if (state := client.start_state()) is not None:
         updater.load_state_dict(state)
-    client.ready()
+    client.ready(model)
     version = saved = client.start_version
     print(f"headway trainer: ready at version {version}", flush=True)
     every = config.actor.checkpoint_every

@@ -1,8 +1,9 @@
 """The canary: a few fixed prompts and what the published weights say comes next.
 
-It lies beside the weights as `canary.json`. After an update every engine is asked the same, greedy
-and with one token, through its ordinary path (prefix cache included): an engine that answers
-otherwise does not serve those weights, whatever its label says.
+It lies beside the weights as `canary.json`, and that of the weights which a run begins with in the
+run's folder. At the start and after an update every engine is asked the same, greedy and with one
+token, through its ordinary path (prefix cache included): an engine that answers otherwise does not
+serve those weights, whatever its label says.
 
 The prompts are the same in every version, so that an engine that kept keys and values of an older
 one would use them here.

@@ -9,12 +9,13 @@ from typing import Any
 from headway.config import EngineConfig
 from headway.engines.canary import EngineCanary
 from headway.engines.checkpoint_check import CheckpointChecker
-from headway.engines.contract import Contract
+from headway.engines.contract import HEAD, Contract
 from headway.engines.launch.command import engine_command, engine_environment
 from headway.engines.launch.ports import choose_ports
 from headway.engines.pool import EnginePool
 from headway.engines.server_engine import ServerEngine
 from headway.engines.sglang import SglangEngine
+from headway.engines.tensors import read_tensors
 from headway.engines.vllm import VllmEngine
 from headway.errors import EngineError
 from headway.processes import ManagedProcess
@@ -166,7 +167,8 @@ async def start_engines(
 
     Args:
         config: section `engine`.
-        model_dir: the weights that they start with, and what their contract is read from.
+        model_dir: the weights that they start with, and what their contract is read from. Those
+            that run already load them unless their label is `version` (or absent, at version 0).
         logs_dir: gets `engine-0.log` and so on.
         start_seconds: deadline for all to be ready.
         version: what they start with.
@@ -178,6 +180,7 @@ async def start_engines(
     """
     say = on_event or _silent
     contract = await asyncio.to_thread(Contract.of_folder, model_dir)
+    start = await asyncio.to_thread(_start_of_others, config, model_dir)
     members = []
     for index, (url, port) in enumerate(_addresses(config)):
         name = f"engine-{index}"
@@ -204,6 +207,7 @@ async def start_engines(
             clear_cache=config.clear_cache,
             version=version,
             contract=contract,
+            start=start,
         )
         members.append(Member(client=client, url=url, process=process))
     pool = _pool(
@@ -218,6 +222,7 @@ async def start_engines(
         members, pool, restarts=config.restarts, start_seconds=start_seconds, on_event=say
     )
     await fleet.start()
+    _tell_dtypes(config, members, say)
     return fleet
 
 
@@ -228,6 +233,30 @@ def _addresses(config: EngineConfig) -> list[tuple[str, int | None]]:
     ports = choose_ports(config.host, config.port, config.count)
     host = f"[{config.host}]" if ":" in config.host else config.host
     return [(f"http://{host}:{port}", port) for port in ports]
+
+
+def _start_of_others(config: EngineConfig, model_dir: Path) -> Path | None:
+    """What servers that run already can be told to load; None: there are none, or it would not be
+    these weights: vLLM keeps the output head that it has when the folder of a tied model lacks one.
+    """
+    if not config.urls:
+        return None
+    if config.kind != "vllm" or not any(model_dir.glob("*.safetensors")):
+        return model_dir
+    return model_dir if HEAD in read_tensors(model_dir) else None
+
+
+def _tell_dtypes(config: EngineConfig, members: Iterable[Member], say: OnEvent) -> None:
+    """Say which servers that somebody else started compute in something else than was asked for."""
+    for member in members:
+        found = member.client.capabilities
+        dtype = found.contract.dtype if found is not None else ""
+        if member.process is None and dtype not in ("", config.dtype):
+            say(
+                "warning",
+                f"engine {member.client.name} computes in {dtype}, but engine.dtype is "
+                f"{config.dtype}: start it with --dtype {config.dtype}, or set engine.dtype",
+            )
 
 
 def _pool(
