@@ -9,7 +9,10 @@ import pytest
 from headway.cli import main
 from headway.errors import ConfigError
 from headway.loop.dispatcher import Dispatcher
+from headway.ports import Transcript
+from headway.sim.environment import SimulatedEnvironment
 from headway.sim.faults.draw import draw
+from headway.sim.faults.invariants import UNEXPECTED
 from headway.sim.faults.run import Report, run_schedule, shrink
 from headway.sim.faults.schedule import Fault, FaultKind, Schedule
 from headway.sim.faults.truth import MAY_END
@@ -70,6 +73,18 @@ def test_a_failing_seed_is_told_and_shrunk(
     assert main(["simulate", "--faults", str(tmp_path / "short.json")]) == 1
     monkeypatch.undo()
     assert main(["simulate", "--faults", str(tmp_path / "short.json")]) == 0
+
+
+def test_what_a_simulated_part_raises_by_itself_is_no_fault_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run(self: SimulatedEnvironment, transcript: Transcript) -> None:
+        raise TypeError("a bug of the simulation")
+
+    monkeypatch.setattr(SimulatedEnvironment, "run", run)
+    violation = run_schedule(draw(0).with_faults(())).violation
+    assert violation is not None and violation.invariant == UNEXPECTED
+    assert "a bug of the simulation" in violation.operands
 
 
 def test_shrinking_keeps_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
+
+import msgspec
 
 from headway.core.rollout import Completion
 from headway.engines.capabilities import Capabilities
@@ -189,7 +190,7 @@ class FaultyEngine:
             case 0:
                 raise UnusableAnswer(f"engine {self.name} answered with no JSON")
             case 1:
-                return dataclasses.replace(completion, logprobs=completion.logprobs[:-1])
+                return msgspec.structs.replace(completion, logprobs=completion.logprobs[:-1])
             case _:
                 raise WrongVersion(f"engine {self.name} stamped an older version")
 

@@ -1,10 +1,10 @@
 """A simulated environment whose episodes break and hang."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headway.core.rollout import Completion, Task
-from headway.errors import EnvironmentFailure
+from headway.errors import EngineError, EnvironmentFailure
 from headway.ports import Score, Transcript
 from headway.sim.environment import SimulatedEnvironment
 from headway.sim.faults.schedule import Fault, FaultKind
@@ -20,11 +20,22 @@ _RAISED: tuple[type[BaseException], ...] = (
 
 
 class FaultyEnvironment:
-    """An Environment that plays as another one does, while nothing is wrong."""
+    """An Environment that plays as another one does, while nothing is wrong.
 
-    def __init__(self, inner: SimulatedEnvironment, faults: Sequence[Fault]) -> None:
+    Args:
+        unexpected: is told what the other one raises that no fault accounts for. To the loop it
+            would be one more environment that broke.
+    """
+
+    def __init__(
+        self,
+        inner: SimulatedEnvironment,
+        faults: Sequence[Fault],
+        unexpected: Callable[[Exception], None],
+    ) -> None:
         self._inner = inner
         self._faults = faults
+        self._unexpected = unexpected
         self.fired: set[Fault] = set()
 
     @property
@@ -36,7 +47,13 @@ class FaultyEnvironment:
         """One episode. Raises whatever code of a user's may raise."""
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        await self._inner.run(transcript)
+        try:
+            await self._inner.run(transcript)
+        except (EngineError, EnvironmentFailure):
+            raise
+        except Exception as error:  # re-raised
+            self._unexpected(error)
+            raise
         for fault in self._faults:
             if fault.kind is FaultKind.ENV_HANG and fault.is_active(began_at):
                 self.fired.add(fault)

@@ -6,6 +6,7 @@ the events before it.
 """
 
 import hashlib
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from headway.sim.faults.state import INITIAL, trained
 from headway.store.batches import batch_path, read_batch
 from headway.weights.folder import COMPLETE
 
+UNEXPECTED = "nothing is raised that nobody expects"
 _NUM_EVENTS = 16
 
 
@@ -104,6 +106,10 @@ class Invariants:
                 at=self._now(),
                 events=tuple(self._events),
             )
+
+    def unexpected(self, error: BaseException) -> None:
+        """Something was raised that no fault accounts for."""
+        self.broken(UNEXPECTED, "".join(traceback.format_exception(error)))
 
     def require(self, holds: bool, invariant: str, operands: Callable[[], str]) -> None:
         """`broken`, unless it holds."""

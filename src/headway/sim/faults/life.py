@@ -303,7 +303,9 @@ class _Life:
         labels = self._workload.labels
         for label in labels:
             inner = SimulatedEnvironment(label, self._workload)
-            self._environments[label] = FaultyEnvironment(inner, self._faults)
+            self._environments[label] = FaultyEnvironment(
+                inner, self._faults, self._invariants.unexpected
+            )
         num_evals = config.eval.num_tasks if config.eval.every else 0
         evals = [
             Task(env=label, key=f"eval-{index}", position=index, data={})

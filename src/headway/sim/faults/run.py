@@ -4,7 +4,6 @@ import contextlib
 import logging
 import shutil
 import tempfile
-import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,8 +53,8 @@ def run_schedule(schedule: Schedule) -> Report:
                 lives.append(report)
                 invariants.event(f"life {life}: {report.how}")
                 check_end(report, config, run_dir, invariants)
-            except Exception:  # wherever it comes from, it is a failure of this seed
-                invariants.broken("nothing is raised that nobody expects", traceback.format_exc())
+            except Exception as error:  # wherever it comes from, it is a failure of this seed
+                invariants.unexpected(error)
                 break
             is_over = "nothing is left" in report.how or report.how == "completed"
             if invariants.violation or is_over:
