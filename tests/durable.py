@@ -13,11 +13,11 @@ from headway.loop.orchestrator import Orchestrator
 from headway.loop.outcome import Outcome
 from headway.ports import Journal
 from headway.sim.clock import run_virtual
-from headway.sim.disk import SimulatedDisk
 from headway.sim.run import build_simulation
 from headway.sim.trainer import RowList
 from headway.store.journal import MAX_RECORDS
 from headway.store.recovery import adopt_batch, read_state
+from simulated_disk import SimulatedDisk
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from headway.core.ledger import SampleState
 from headway.core.records import Lost, Record
 from headway.core.rollout import Batch
 from headway.loop.summary import summarize
-from headway.sim.disk import SimulatedDisk, full_disk
 from headway.store.audit import audit
 from headway.store.batches import batch_path, read_batch
 from headway.store.database import RunDatabase
 from headway.store.recovery import read_state
 from simulated import sim_config
+from simulated_disk import SimulatedDisk, full_disk
 
 POLICIES: dict[str, dict[str, Any]] = {
     "recommended": {

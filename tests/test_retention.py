@@ -15,10 +15,10 @@ from headway.config import Config
 from headway.errors import RunDirError
 from headway.resume import recover
 from headway.retention import SizeEstimate, estimate, oldest_needed, prune_batches
-from headway.sim.disk import SimulatedDisk
 from headway.store.batches import batch_path, shipped_path
 from headway.store.run_dir import RunDir
 from headway.trainer.checkpoints import complete_checkpoints
+from simulated_disk import SimulatedDisk
 from test_durable import durable_config
 
 KEEP_CHECKPOINTS = 2

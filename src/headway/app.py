@@ -201,7 +201,6 @@ class _RealRun:
     async def _started(self, trainer: ManagedProcess) -> Outcome | None:
         """None once engines and trainer are up, else why they are not."""
         self._starting = asyncio.create_task(self._start(trainer), name="start")
-        telling = asyncio.create_task(self._tell_start(), name="tell of the start")
         try:
             await self._starting
         except (HeadwayError, ExceptionGroup) as error:
@@ -209,8 +208,6 @@ class _RealRun:
         except asyncio.CancelledError:
             if self._stopped is None:
                 raise
-        finally:
-            telling.cancel()
         return self._stopped
 
     async def _tell_start(self) -> None:
@@ -266,8 +263,9 @@ class _RealRun:
             )
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(start_trainer())
-            group.create_task(start_fleet())
+            telling = group.create_task(self._tell_start())
+            await asyncio.wait({group.create_task(one()) for one in (start_trainer, start_fleet)})
+            telling.cancel()
         assert self._engines is not None
         await self._engines.pool.check_start(self._run_dir.path)
 

@@ -71,11 +71,6 @@ class EvalSink:
         self._failed: Mapping[str, int] = {}
         self._changed = Signal()
 
-    @property
-    def num_missing(self) -> int:
-        """Samples of the running evaluation that have not come back."""
-        return self._missing
-
     def owes(self) -> str | None:
         """What the running evaluation lacks, in words; None: none is running."""
         if self._version is None:

@@ -103,6 +103,7 @@ class IntervalRow:
                     "num_running": one.num_running,
                     "num_waiting": one.num_waiting,
                     "tokens_per_second": one.tokens_per_second,
+                    "pause_seconds": one.pause_seconds,
                 }
                 for name, one in engines.items()
             },

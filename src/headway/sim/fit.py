@@ -59,11 +59,6 @@ class Fit:
     """What was left out or assumed, in words."""
 
 
-def fit_workload(run_dir: Path) -> Config:
-    """The workload of a recorded run: `fit_run` without the comments. Raises as it does."""
-    return fit_run(run_dir).config
-
-
 def fit_run(run_dir: Path) -> Fit:
     """Read a run directory, of a finished run or not, and fit a workload to it.
 
