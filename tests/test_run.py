@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -249,6 +250,14 @@ def test_a_signal_before_the_run_is_up_ends_its_start(
     assert found == code, said
     assert (summary["exit_reason"], summary["exit_code"]) == (reason, code)
     assert summary["steps"] == 0 == summary["samples"]["admitted"]
+
+
+def test_a_start_that_takes_long_says_what_it_waits_for(start: Callable[..., Run]) -> None:
+    run = start("--engine.urls", '["http://127.0.0.1:9"]', "--run.start_seconds", "13")
+    code, summary, said = run.end()
+    assert code == 1 and summary["exit_reason"] == "engine_failed", said
+    rows = (run.dir / "metrics.jsonl").read_text()
+    assert re.search(r"engines at http://127.0.0.1:9( and trainer)? not ready after \d+ s", rows)
 
 
 def test_an_environment_that_ignores_its_cancellation_cannot_hold_up_the_end(
