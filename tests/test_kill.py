@@ -163,6 +163,21 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_run_goes_on_before_a_checkpoint_that_is_damaged(tmp_path: Path, done: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(done / "run", run_dir)
+    weights = run_dir / "checkpoints" / "step-000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
+    batches = {path: path.read_bytes() for path in (run_dir / "batches").glob("step-*.parquet")}
+    resumed = headway("run", "--resume", str(run_dir), "--run.steps", "3", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "step-000002 is passed over: model.safetensors" in resumed.stderr
+    assert {path: path.read_bytes() for path in batches} == batches
+    assert not audit(load_config(run_dir / "config.yaml"), run_dir, 3)
+    kept = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert kept == {"damaged-step-000002", "step-000003"}
+
+
 @pytest.mark.parametrize("damage", ["ledger", "batch"])
 def test_a_run_that_cannot_go_on_says_why_and_stays_as_it_is(
     damage: str, tmp_path: Path, done: Path

@@ -202,7 +202,7 @@ def _take_back(run_dir: RunDir, version: int) -> None:
             remove_folder(folder)
     for number, folder in complete_checkpoints(run_dir.path):
         if number > version:  # damaged, and would count among those that are kept
-            remove_folder(folder)
+            _set_aside(folder)
     for entry in [*run_dir.batches.iterdir()]:
         marked = _SHIPPED.fullmatch(entry.name)
         is_later = marked is not None and int(marked[1]) >= version
@@ -218,6 +218,14 @@ def _take_back(run_dir: RunDir, version: int) -> None:
         said.unlink(missing_ok=True)
     for lines in (run_dir.metrics, run_dir.trace):
         _cut_last_line(lines)
+
+
+def _set_aside(folder: Path) -> None:
+    """Under another name: what cannot be read today need not be lost."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    if aside.exists():
+        remove_folder(aside)
+    folder.rename(aside)
 
 
 def _kept(checkpoint: Path, start: Path) -> Path:
