@@ -289,7 +289,8 @@ def test_log_probabilities_before_temperature_are_detected(kind: type[FakeEngine
 
     async def processed(engine: ServerEngine) -> None:
         can = await engine.connect(0)
-        assert can.logprobs is Logprobs.PROCESSED and can.statement().endswith("nothing is lost")
+        assert can.logprobs is Logprobs.PROCESSED
+        assert can.statement().endswith("it has all that is needed")
         assert can.max_model_len == 1024
 
     with_fake(kind(), processed, connect=False)

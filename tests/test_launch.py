@@ -12,6 +12,7 @@ import torch
 
 from headway.config import EngineConfig
 from headway.engines.launch import Fleet, engine_command, engine_environment, start_engines
+from headway.engines.launch.command import check_installed
 from headway.errors import EngineError
 from headway.ports import GenerateRequest, PublishedWeights
 from headway.weights.folder import publish
@@ -28,6 +29,15 @@ def options(command: list[str]) -> dict[str, str]:
             following = command[position + 1 : position + 2]
             found[word] = following[0] if following and not following[0].startswith("--") else ""
     return found
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_is_not_installed_is_told_before_anything_waits(kind: str) -> None:
+    with pytest.raises(EngineError, match=rf"{kind} is not installed .* set engine.python"):
+        check_installed(EngineConfig.model_validate({"kind": kind}))
+    for other in ({"python": "/opt/server/bin/python"}, {"command": ["server"]}):
+        check_installed(EngineConfig.model_validate({"kind": kind, **other}))
+    check_installed(EngineConfig())
 
 
 @pytest.mark.parametrize("kind", ["local", "vllm", "sglang"])

@@ -61,7 +61,7 @@ class Capabilities:
         if self.logprobs is not Logprobs.PROCESSED:
             lost.append(f"log-probabilities are {self.logprobs}")
         length = f", {self.max_model_len} tokens" if self.max_model_len else ""
-        rest = "; ".join(lost) if lost else "nothing is lost"
+        rest = "; ".join(lost) if lost else "it has all that is needed"
         loaded = (
             f"; it served {self.replaced}, and was told to load those that this run begins with"
         )

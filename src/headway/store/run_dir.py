@@ -103,7 +103,10 @@ class RunDir:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         except BlockingIOError as error:
-            raise _unusable(self.path, "another process is running it") from error
+            raise RunDirError(
+                f"{self.path} is being run by another process: wait for it, stop it, or give "
+                "another folder (--run.dir NEW)"
+            ) from error
         finally:
             os.close(descriptor)
 

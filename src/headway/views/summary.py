@@ -70,6 +70,8 @@ def _reward(summary: Row) -> str:
     first, last = (number(summary, f"reward_{which}_mean") for which in ("first10", "last10"))
     if first is None or last is None:
         return ""
+    if (number(summary, "steps") or 0) < 20:  # the two would overlap
+        return f"{decimal(last)}  (the last ten batches, or all)"
     return f"{decimal(first)} -> {decimal(last)}  ({last - first:+.3f}, first and last ten batches)"
 
 

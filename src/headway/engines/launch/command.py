@@ -6,9 +6,11 @@ docs/engines.md says why each flag is there.
 
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from headway.config import EngineConfig
+from headway.errors import EngineError
 
 Options = Mapping[str, object]
 """Flags by name without dashes; True: the flag alone; None: left out."""
@@ -38,6 +40,17 @@ def engine_command(
         elif value is not None:
             command += [f"--{name}", str(value)]
     return [*command, *config.args]
+
+
+def check_installed(config: EngineConfig) -> None:
+    """Raises EngineError when the server would be started with this interpreter and is not there;
+    what another one has, only starting it tells."""
+    if config.python or config.command or find_spec(config.kind) or config.kind == "local":
+        return
+    raise EngineError(
+        f"{config.kind} is not installed beside Headway: set engine.python to the interpreter of "
+        "the environment that has it, or engine.command"
+    )
 
 
 def engine_environment(config: EngineConfig, index: int) -> dict[str, str]:

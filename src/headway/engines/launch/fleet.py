@@ -10,7 +10,7 @@ from headway.config import EngineConfig
 from headway.engines.canary import EngineCanary
 from headway.engines.checkpoint_check import CheckpointChecker
 from headway.engines.contract import HEAD, Contract
-from headway.engines.launch.command import engine_command, engine_environment
+from headway.engines.launch.command import check_installed, engine_command, engine_environment
 from headway.engines.launch.ports import choose_ports
 from headway.engines.pool import EnginePool
 from headway.engines.server_engine import ServerEngine
@@ -179,6 +179,8 @@ async def start_engines(
     Raises EngineError; then no process is left running.
     """
     say = on_event or _silent
+    if not config.urls:
+        check_installed(config)
     contract = await asyncio.to_thread(Contract.of_folder, model_dir)
     start = await asyncio.to_thread(_start_of_others, config, model_dir)
     members = []
